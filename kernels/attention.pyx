@@ -8,12 +8,13 @@ A sequence with one row stores its own key and value before it attends, so a ste
 Rows of a longer chunk see each other, so their keys and values are all stored first, followed by a barrier.
 """
 from libc.math cimport INFINITY
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from .heads cimport heads_of, load_queries, store_rows
 from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize,
                    quire_kv_index, quire_page, quire_query_dtype, quire_row_class, quire_rows)
+from .latent cimport load_latent_queries, store_latents
 from .pool cimport quire_next_run, quire_run, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport end_item, first_item, page_at, table_of
 
@@ -38,6 +39,8 @@ cdef struct Workspace:
     State total
     int64_t *oldest         # [64] the first token that a row sees
     int64_t *newest         # [64] the last token that a row sees
+    char *v                 # [64][value_dim] KV dtype, if values are in keys: values of a tile
+    float *v_scales         # [64] for int8 their scales
 
 
 # A KV head whose splits several workers compute; they merge them into `total` in order.
@@ -64,10 +67,10 @@ cdef int64_t _shared_head_bytes(int64_t d) noexcept nogil:
     return sizeof(quire_signal) + _state_bytes(d)
 
 
-cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil:
+cdef int64_t attention_scratch_bytes(int64_t padded_head_dim, int64_t values_in_keys) noexcept nogil:
     """Return the bytes of one worker's `Workspace`."""
-    cdef int64_t d = padded_head_dim
-    return QUIRE_TILE * (d * 4 + 2 * QUIRE_TILE * 4 + 16) + 2 * _state_bytes(d)
+    cdef int64_t d = padded_head_dim, values = QUIRE_TILE * (values_in_keys + 1) * 4 if values_in_keys else 0
+    return QUIRE_TILE * (d * 4 + 2 * QUIRE_TILE * 4 + 16) + 2 * _state_bytes(d) + values
 
 
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil:
@@ -95,6 +98,8 @@ cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
     workspace.newest = workspace.oldest + QUIRE_TILE
     workspace.split = _state(<char *>(workspace.newest + QUIRE_TILE), d)
     workspace.total = _state(<char *>(workspace.newest + QUIRE_TILE) + _state_bytes(d), d)
+    workspace.v_scales = <float *>(<char *>(workspace.newest + QUIRE_TILE) + 2 * _state_bytes(d))
+    workspace.v = <char *>(workspace.v_scales + QUIRE_TILE)
     return workspace
 
 
@@ -146,9 +151,9 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
                 next_index -= (workers - 1) * (run.end - run.first)
             unit = _unit(op, step, index, unit.sequence)
             next_unit = _unit(op, step, max(first_index, next_index), unit.sequence)
-            if op.heads.stores and unit.decodes and unit.end > step.first_position[unit.sequence]:
-                store_rows(&op.heads, step, tiles, unit.sequence,
-                           step.first_position[unit.sequence] // step.page_size, unit.head)
+            if (op.heads.stores and unit.decodes and not step.stores_first
+                    and unit.end > step.first_position[unit.sequence]):
+                _store(op, step, tiles, unit.sequence, step.first_position[unit.sequence] // step.page_size, unit.head)
             if unit.decodes and by_split:
                 _attend_shared_split(op, step, tiles, &workspace, &unit, &next_unit, workers)
             else:
@@ -187,7 +192,7 @@ cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t 
 
 
 cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil:
-    return step.block_start[step.sequences] * op.heads.num_kv_heads if op.heads.stores else 0
+    return step.block_start[step.sequences] * op.stored_heads if op.heads.stores else 0
 
 
 cdef int64_t num_attention_items(const AttentionOp *op, const Step *step) noexcept nogil:
@@ -201,7 +206,7 @@ cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_t
 
     A unit is one KV head of one page, so each head of a page is written by one worker.
     """
-    cdef int64_t heads = op.heads.num_kv_heads, items = num_attention_items(op, step)
+    cdef int64_t heads = op.stored_heads, items = num_attention_items(op, step)
     cdef int64_t first = first_item(step, items), end = min(num_chunk_units(op, step), end_item(step, items))
     cdef int64_t unit, block, sequence = 0, stored = 0
     cdef quire_run run
@@ -211,9 +216,18 @@ cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_t
             while step.block_start[sequence + 1] <= block:
                 sequence += 1
             block += step.first_position[sequence] // step.page_size - step.block_start[sequence]
-            store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
+            _store(op, step, tiles, sequence, block, unit % heads)
         stored += run.end - run.first
     return stored
+
+
+cdef void _store(const AttentionOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
+                 int64_t head) noexcept nogil:
+    """Store the keys and values of one KV head for the rows of a sequence that lie in its page number `page`."""
+    if op.latent.rank:
+        store_latents(&op.latent, &op.heads.slot, step, tiles, sequence, page)
+    else:
+        store_rows(&op.heads, step, tiles, sequence, page, head)
 
 
 cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
@@ -224,7 +238,7 @@ cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tile
     _attend_split(op, step, tiles, workspace, &workspace.total, unit, unit.begin, next_unit)
     while split < unit.end:
         _attend_split(op, step, tiles, workspace, &workspace.split, unit, split, next_unit)
-        _merge(tiles, unit.queries * op.heads.group, workspace.q.width, &workspace.split, &workspace.total)
+        _merge(tiles, unit.queries * op.heads.group, op.value_dim, &workspace.split, &workspace.total)
         split += SPLIT
     _write_output(op, tiles, workspace, &workspace.total, unit)
 
@@ -245,7 +259,7 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
     quire_signal_await(shared.merged, <unsigned>(split - first_split))
     if split == first_split:
         memset(total.l, 0, op.heads.group * sizeof(float))      # 0: `merge` reads no values of an earlier step
-    _merge(tiles, op.heads.group, workspace.q.width, &workspace.split, &total)
+    _merge(tiles, op.heads.group, op.value_dim, &workspace.split, &total)
     if is_last:
         _write_output(op, tiles, workspace, &total, unit)
     quire_signal_set(shared.merged, 0 if is_last else <unsigned>(split - first_split) + 1)
@@ -269,8 +283,13 @@ cdef int64_t _newest(const AttentionOp *op, const Step *step, int64_t sequence, 
 cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
                         const Unit *unit) noexcept nogil:
     cdef int64_t r, position
-    load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head,
-                 workspace.split.o, &workspace.q)   # scratch: `split.o` is still unused
+    cdef float *unused = workspace.split.o      # scratch
+    if op.latent.rank:
+        load_latent_queries(&op.latent, step, tiles, unit.first_row, unit.first_position, unit.queries,
+                            unit.head * op.heads.group, op.heads.group, unused, &workspace.q)
+    else:
+        load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head, unused,
+                     &workspace.q)
     for r in range(unit.queries * op.heads.group):
         position = unit.first_position + r // op.heads.group
         workspace.oldest[r], workspace.newest[r] = _oldest(op, position), _newest(op, step, unit.sequence, position)
@@ -295,12 +314,12 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
     for r in range(rows):
         state.m[r] = -INFINITY
         state.l[r] = 0
-    memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN
+    memset(state.o, 0, rows * op.value_dim * sizeof(float))     # an earlier step may have left NaN, and 0 * NaN is NaN
     tile.softcap = op.softcap
     tile.bias = NULL
     if op.bias != NULL:
         tile.bias = &bias[0]
-    tile.head_dim = d
+    tile.head_dim, tile.value_dim = d, op.value_dim
     tile.page_size = step.page_size
     tile.s = workspace.s
     tile.p = workspace.p
@@ -314,7 +333,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         if op.bias != NULL:
             for r in range(begin, end):
                 bias[r - begin] = _bias(op, unit, r, token)
-        _point_at_pages(op, step, unit, &tile)
+        _point_at_pages(op, step, tiles, workspace, unit, &tile)
         if token + QUIRE_TILE < unit.end:
             _prefetch_pages(op, step, unit, token + QUIRE_TILE, &tile)
         else:
@@ -326,7 +345,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.newest = workspace.newest + begin
         tile.m = state.m + begin
         tile.l = state.l + begin
-        tile.o = state.o + begin * d
+        tile.o = state.o + begin * op.value_dim
         tiles.attention[quire_kv_index(step.kv_dtype)][quire_row_class(end - begin)](<int>(end - begin), &tile)
         token += QUIRE_TILE
 
@@ -338,22 +357,42 @@ cdef const float *_bias(const AttentionOp *op, const Unit *unit, int64_t row, in
     return op.bias + head * op.bias_columns + op.bias_origin + token - position
 
 
-cdef void _point_at_pages(const AttentionOp *op, const Step *step, const Unit *unit,
-                          quire_attention_tile *tile) noexcept nogil:
-    """Look up the pages of one tile. Beyond the unit's end, masked columns point at its last page."""
+cdef void _point_at_pages(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
+                          const Unit *unit, quire_attention_tile *tile) noexcept nogil:
+    """Look up the pages of one tile. Beyond the unit's end, masked columns point at its last page.
+
+    Values that are in keys are laid out as values in the workspace.
+    """
     cdef int64_t page = tile.first_token // step.page_size, last_page = (unit.end - 1) // step.page_size, slot, j
     cdef int64_t panel = 16 * op.heads.slot.padded_head_dim
     cdef const int32_t *table = table_of(step, op.heads.slot.layer_group, unit.sequence)
     cdef quire_page kv
     tile.num_pages = <int>min(QUIRE_TILE // step.page_size, last_page - page + 1)
     for j in range(4):
-        kv = page_at(step, &op.heads.slot, table[min(page + 16 * j // step.page_size, last_page)], unit.head)
+        kv = page_at(step, &op.heads.slot, table[min(page + 16 * j // step.page_size, last_page)],
+                     unit.head % op.stored_heads)
         slot = 16 * j % step.page_size
         tile.k[j] = <char *>kv.k + slot // 16 * panel * quire_itemsize(step.kv_dtype)
         if step.kv_dtype == QUIRE_Q8:
             tile.k_scales[j] = kv.k_scales + slot // 16 * (panel // 32)
             tile.v_scales[j] = kv.v_scales + slot
         tile.v[16 * j // step.page_size] = kv.v
+        if op.latent.rank:
+            _lay_out_values(op, step, tiles, workspace, j, slot, &kv, tile)
+
+
+cdef void _lay_out_values(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
+                          int64_t panel, int64_t slot, quire_page *kv, quire_attention_tile *tile) noexcept nogil:
+    """Lay out the values of 16 tokens of a tile, which are in the keys of its panel."""
+    cdef int64_t page = 16 * panel // step.page_size, size = quire_itemsize(step.kv_dtype)
+    cdef char *v = workspace.v + page * step.page_size * op.value_dim * size
+    kv.k = <void *>tile.k[panel]
+    if step.kv_dtype == QUIRE_Q8:
+        kv.k_scales = <uint16_t *>tile.k_scales[panel]
+        tile.v_scales[panel] = workspace.v_scales + 16 * panel
+    tile.v[page] = v
+    if page < tile.num_pages:
+        tiles.values_of_keys(kv, op.value_dim, step.page_size, v + slot * 16 * size, workspace.v_scales + 16 * panel)
 
 
 cdef void _prefetch_pages(const AttentionOp *op, const Step *step, const Unit *unit, int64_t token,
@@ -363,7 +402,8 @@ cdef void _prefetch_pages(const AttentionOp *op, const Step *step, const Unit *u
     cdef int64_t page = token // step.page_size
     tile.num_next_pages, tile.next_bytes = 0, op.heads.slot.head_bytes
     while tile.num_next_pages < QUIRE_TILE // step.page_size and page * step.page_size < unit.end:
-        tile.next[tile.num_next_pages] = <char *>page_at(step, &op.heads.slot, table[page], unit.head).k
+        tile.next[tile.num_next_pages] = <char *>page_at(step, &op.heads.slot, table[page],
+                                                         unit.head % op.stored_heads).k
         tile.num_next_pages += 1
         page += 1
 
@@ -371,7 +411,7 @@ cdef void _prefetch_pages(const AttentionOp *op, const Step *step, const Unit *u
 cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const Workspace *workspace, const State *state,
                         const Unit *unit) noexcept nogil:
     """Write each query's heads side by side, in the dtype that the next linear layer reads."""
-    cdef int64_t d = workspace.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
+    cdef int64_t d = op.value_dim, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
     cdef int64_t queries = unit.queries, first_row = unit.first_row, head = unit.head
     cdef const float *gate
     cdef float *row
@@ -388,7 +428,9 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
             if op.gated:        # the elements that follow a head's are written later
                 gate = heads_of(&op.heads, first_row + i) + (head * op.heads.group + g) * op.heads.query_stride
                 tiles.gate(gate + head_dim, head_dim, row + g * head_dim)
-    if op.out.dtype == QUIRE_F32:
+    if op.latent.rank:
+        _write_latents(op, tiles, workspace.split.o, unit)
+    elif op.out.dtype == QUIRE_F32:
         for i in range(queries):
             row = <float *>op.out.rows.data + (first_row + i) * op.out.rows.width
             memcpy(row + head * columns, workspace.split.o + i * columns, columns * sizeof(float))
@@ -396,6 +438,19 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
                 memset(row + (head + 1) * columns, 0, (op.out.rows.width - (head + 1) * columns) * sizeof(float))
     else:
         tiles.convert(workspace.split.o, columns, queries, columns, &op.out, first_row, head * columns)
+
+
+cdef void _write_latents(const AttentionOp *op, const quire_tiles *tiles, const float *rows,
+                         const Unit *unit) noexcept nogil:
+    """Write the weighted sums of latents of a unit's heads, each head in its own rows."""
+    cdef int64_t rank = op.latent.rank, stride = op.heads.group * rank, g, i, row
+    for g in range(op.heads.group):
+        row = (unit.head * op.heads.group + g) * op.latent.capacity + unit.first_row
+        if op.out.dtype == QUIRE_F32:
+            for i in range(unit.queries):
+                memcpy(<float *>op.out.rows.data + (row + i) * rank, rows + i * stride + g * rank, rank * sizeof(float))
+        else:
+            tiles.convert(rows + g * rank, stride, unit.queries, rank, &op.out, row, 0)
 
 
 cdef void _add_sinks(const AttentionOp *op, const quire_tiles *tiles, const State *state, int64_t rows,

@@ -19,13 +19,14 @@ cdef class Binder:
     cdef int64_t num_pages
     cdef Partition *partitions      # one for each kind of heads
     cdef object kinds               # (query heads, KV heads) -> index of their partition
+    cdef bint stores_first          # groups of query heads share the keys of latent attention
     cdef int64_t given_columns      # floats of a given row: a new embedding, then numbers that are added
     cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
     cdef bint needs_rotary          # an op has no table: every step gives the rows
 
     cdef bind(self, Record *record, op)
     cdef _add_embed(self, Record *record, op)
-    cdef Slot _slot(self, op) except *
+    cdef Slot _slot(self, group, layer, window, heads, values_in_keys) except *
     cdef bint _learned(self, Panels *panels, PackedMatrix table, PackedMatrix weight) except -1
     cdef _add_convert(self, Record *record, op)
     cdef _add_add_norm(self, Record *record, op)
@@ -35,6 +36,7 @@ cdef class Binder:
     cdef _add_linear(self, Record *record, op)
     cdef _add_counts(self, LinearOp *linear, group, groups)
     cdef _add_expert_linear(self, Record *record, op)
+    cdef _add_head_linear(self, Record *record, op)
     cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups)
     cdef _add_route(self, Record *record, op)
     cdef _add_dispatch(self, Record *record, op)
@@ -48,6 +50,7 @@ cdef class Binder:
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, head_norm, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)
+    cdef _add_latent_attention(self, Record *record, op)
     cdef _add_bias(self, AttentionOp *attention, op)
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated, stores=*, values_are_keys=*,
                                v_norm=*, head_norm=*)

@@ -15,16 +15,17 @@ from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUI
                    QUIRE_LAYER_NORM, QUIRE_MAX_EXPERTS, QUIRE_RELU, QUIRE_RELU_SQUARED, QUIRE_RMS_NORM, QUIRE_STORE,
                    QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE, quire_head)
 from .isa import WEIGHT_CODES
+from .latent cimport bind_latent_heads, bind_split
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
-                  Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, Gather, Linear,
-                  LinearRecurrence, Normed, NormRows, PoolRows, RouteRows, ShortConv, ephemeral_pages, has_minimums,
-                  max_groups, padded)
+                  Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, Gather, HeadLinear,
+                  LatentAttention, Linear, LinearRecurrence, Normed, NormRows, PoolRows, RouteRows, ShortConv,
+                  SplitHeads, ephemeral_pages, has_minimums, head_groups, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
 from .recurrence cimport bind_causal_conv, bind_gated_norm, bind_recurrence, bind_short_conv
 from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, CONVOLUTION, DISPATCH, EMBED, GATED_NORM,
-                      GATHER, LINEAR, NORM, POOL, RECURRENCE, ROUTE, Record)
+                      GATHER, LINEAR, NORM, POOL, RECURRENCE, ROUTE, SPLIT, Record)
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
@@ -46,7 +47,7 @@ cdef class Binder:
         self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
         self.workers, self.kv_layout, self.num_pages, self.pages = workers, kv_layout, num_pages, pages
         self.max_positions = self.num_types = 2**31 - 1
-        self.kinds, self.given_columns = {}, 0
+        self.kinds, self.given_columns, self.stores_first = {}, 0, False
         self.rotary_dims, self.needs_rotary = set(), False
 
     cdef bind(self, Record *record, op):
@@ -61,6 +62,13 @@ cdef class Binder:
             self._add_attention(record, op)
         elif isinstance(op, ExpertLinear):
             self._add_expert_linear(record, op)
+        elif isinstance(op, LatentAttention):
+            self._add_latent_attention(record, op)
+        elif isinstance(op, HeadLinear):
+            self._add_head_linear(record, op)
+        elif isinstance(op, SplitHeads):
+            record.kind = SPLIT
+            bind_split(&record.op.split, op, self.regions, self.max_rows)
         elif isinstance(op, RouteRows):
             self._add_route(record, op)
         elif isinstance(op, Dispatch):
@@ -196,7 +204,7 @@ cdef class Binder:
         record.kind = LINEAR
         linear.sampled = self.regions.follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
         rows = self.max_samples if linear.sampled else self.max_rows
-        linear.groups = NULL
+        linear.groups, linear.heads, linear.capacity, linear.head_columns = NULL, 1, 0, 0
         biases = None if op.bias is None else (op.bias * np.float32(op.scale),)
         self._add_product(linear, op, (weight,), biases, rows, rows // ROWS_IN_CACHE + 1)
         if op.normed is not None:
@@ -227,34 +235,48 @@ cdef class Binder:
         if op.biases is not None and len(op.biases) != len(op.weights):
             raise ValueError(f"{len(op.weights)} experts need as many biases, not {len(op.biases)}")
         linear.sampled, linear.maxima = False, NULL
-        linear.groups, linear.groups_width = routing.groups, routing.groups_width
+        linear.groups, linear.groups_width, linear.heads = routing.groups, routing.groups_width, 1
         linear.scale, linear.softcap = 1, 0
         self._add_product(linear, op, op.weights, op.biases, self.max_rows * op.routing.top_k,
                           max_groups(self.max_rows, op.routing.num_experts, op.routing.top_k))
         linear.has_factors = linear.squares != NULL
 
+    cdef _add_head_linear(self, Record *record, op):
+        cdef LinearOp *linear = &record.op.linear
+        heads, columns = len(op.weights), op.weights[0].out_features
+        shapes = {(weight.out_features, weight.in_features, weight.ranges) for weight in op.weights}
+        if len(shapes) != 1 or columns % (BLOCK * max(1, op.out.group)) or op.out.columns != heads * columns:
+            raise ValueError(f"{heads} heads need weights of one shape and dtype, whose {columns} rows fill blocks of "
+                             f"{BLOCK * max(1, op.out.group)} and, of all heads, the columns of {op.out!r}")
+        record.kind = LINEAR
+        linear.groups, linear.maxima, linear.sampled, linear.heads = NULL, NULL, False, heads
+        linear.capacity, linear.head_columns = self.max_rows, columns
+        linear.has_factors, linear.scale, linear.softcap = False, 1, 0
+        self._add_product(linear, op, op.weights, None, self.max_rows, heads * (self.max_rows // ROWS_IN_CACHE + 1))
+
     cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups):
-        """Set the input, the weights and biases, and the output, of a linear layer with or without experts."""
+        """Set the input, the weights and biases, and the output, of a linear layer, of experts, or of heads."""
         cdef PackedMatrix weight = weights[0]
         cdef char[::1] memory = np.zeros(len(weights) * sizeof(Weight), np.int8)
         cdef Weight *packed = <Weight *>&memory[0]
-        columns, num_blocks = weight.out_features, weight.panels // 2
-        if op.epilogue in GATED:
+        columns, num_blocks = weight.out_features * linear.heads, weight.panels // 2
+        epilogue = "store" if isinstance(op, HeadLinear) else op.epilogue
+        if epilogue in GATED:
             columns, num_blocks = min(weight.out_features // 2, op.out.columns), weight.panels // 4
             if padded(op.out.columns) != weight.panels * 8:
-                raise ValueError(f"{op.epilogue} of {weight.panels * 16} columns gives {weight.panels * 8}, "
+                raise ValueError(f"{epilogue} of {weight.panels * 16} columns gives {weight.panels * 8}, "
                                  f"out has {op.out.columns}")
         if groups * num_blocks >= QUIRE_SHARE_ITEMS:
             raise ValueError(f"{rows} rows of {num_blocks} blocks are more than {QUIRE_SHARE_ITEMS - 1} items")
-        self._add_linear_input(linear, op.input, weight, rows)
-        linear.out = self.regions.value(op.out, columns, "f32" if op.epilogue == "add" else op.out.dtype, rows)
+        self._add_linear_input(linear, op.input, weight, rows * linear.heads)
+        linear.out = self.regions.value(op.out, columns, "f32" if epilogue == "add" else op.out.dtype, rows)
         linear.converts = op.out.dtype != "f32"
         if linear.converts:
             linear.converted = self.regions.output(op.out, columns, rows)
         linear.written = NULL
         linear.span = max(1, op.out.group)
         linear.num_spans = -(-num_blocks // linear.span)
-        linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
+        linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[epilogue]
         linear.has_minimums = has_minimums(weight)
         linear.packed_bytes = max([packed_rows_bytes(WEIGHT_CODES[dtype], weight.width, weight.group)
                                    for _, dtype in weight.ranges])
@@ -405,7 +427,7 @@ cdef class Binder:
         cdef AttentionOp *attention = &record.op.attention
         if op.norms_rows and op.head_norm != "rms":
             raise ValueError(f"the norm over all heads of a row is an RMS norm before the rotation, not {op.head_norm}")
-        attention.heads.slot = self._slot(op)
+        attention.heads.slot = self._slot(op.group, op.layer, op.window, (op.num_kv_heads, op.head_dim), 0)
         self._add_heads_and_output(attention, op, op.norms_rows, op.gated, op.stores, op.values_are_keys, op.v_norm,
                                    op.head_norm)
         record.kind = ATTENTION
@@ -429,14 +451,32 @@ cdef class Binder:
                              f"not {pages.num_pages}")
         if pages.offset < 0 or pages.offset % 64 or pages.offset + pages.nbytes > self.regions.nbytes:
             raise ValueError(f"{pages!r} are not aligned or not inside an arena of {self.regions.nbytes} bytes")
-        self._add_heads_and_output(attention, op, False, False)
         record.kind = ATTENTION
-        attention.heads.slot.layer_group = attention.heads.slot.offset = 0
+        attention.heads.slot.layer_group = attention.heads.slot.offset = attention.heads.slot.values_in_keys = 0
         attention.heads.slot.head_bytes = pages.head_bytes
         attention.heads.slot.padded_head_dim = pages.padded_head_dim
+        self._add_heads_and_output(attention, op, False, False)
         attention.causal, attention.softcap = op.causal, 0
         if op.bias is not None:
             self._add_bias(attention, op)
+
+    cdef _add_latent_attention(self, Record *record, op):
+        cdef AttentionOp *attention = &record.op.attention
+        groups = head_groups(op.num_heads)
+        attention.heads.slot = self._slot(op.group, op.layer, 0, (1, op.rank + op.rotary_dim), op.rank)
+        bind_latent_heads(&attention.latent, op, self.regions, self.max_rows)
+        record.kind = ATTENTION
+        attention.heads.stores = True
+        attention.heads.num_heads, attention.heads.num_kv_heads = op.num_heads, groups
+        attention.heads.group, attention.heads.head_dim = op.num_heads // groups, op.rank
+        attention.partition = self._partition(groups, op.num_heads // groups)
+        attention.out = self.regions.output(op.out, op.rank, self.max_rows * op.num_heads)
+        attention.value_dim, attention.stored_heads = op.rank, 1
+        attention.causal, attention.softcap, attention.window, attention.gated = True, 0, 0, False
+        attention.sinks, attention.bias = NULL, NULL
+        self.stores_first = self.stores_first or groups > 1
+        self.rotary_dims.add(op.rotary_dim)
+        self.max_positions = min(self.max_positions, op.rotary.shape[0])
 
     cdef _add_bias(self, AttentionOp *attention, op):
         cdef const float[:, ::1] bias = op.bias
@@ -459,6 +499,8 @@ cdef class Binder:
         self._add_heads(&attention.heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm, head_norm)
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window, attention.sinks, attention.bias, attention.gated = op.window, NULL, NULL, gated
+        attention.latent.rank, attention.stored_heads = 0, op.num_kv_heads
+        attention.value_dim = attention.heads.slot.padded_head_dim
         attention.partition = self._partition(op.num_kv_heads, group)
 
     cdef const Partition *_partition(self, num_kv_heads, group) except NULL:
@@ -467,22 +509,24 @@ cdef class Binder:
         partition.num_kv_heads, partition.query_tile = num_kv_heads, QUIRE_TILE // group
         return partition
 
-    cdef Slot _slot(self, op) except *:
+    cdef Slot _slot(self, group, layer, window, heads, values_in_keys) except *:
         """Return the place of an op's keys and values in the pages of the KV cache."""
         cdef Slot slot
         layout = self.kv_layout
         if layout is None:
             raise ValueError("attention over pages needs a KV cache")
         groups = layout.groups
-        if not 0 <= op.group < len(groups) or op.window < 0 or op.window != groups[op.group].window:
-            raise ValueError(f"a window of {op.window} does not fit layer group {op.group}; "
+        if not 0 <= group < len(groups) or window < 0 or window != groups[group].window:
+            raise ValueError(f"a window of {window} does not fit layer group {group}; "
                              f"the groups' windows are {[group.window for group in groups]}")
-        group = groups[op.group]
-        if not 0 <= op.layer < len(group.layers) or (op.num_kv_heads, op.head_dim) != group.heads:
-            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a group "
-                             f"of {len(group.layers)} layers with {group.heads[0]} x {group.heads[1]}")
-        slot.layer_group, slot.offset = op.group, layout.offset(op.group, op.layer, self.num_pages)
-        slot.head_bytes, slot.padded_head_dim = layout.head_bytes(op.head_dim), layout.padded(op.head_dim)
+        found = groups[group]
+        if not 0 <= layer < len(found.layers) or heads != found.heads or values_in_keys != layout.values_in_keys:
+            latents = f", the first {layout.values_in_keys} elements of keys as values" if layout.values_in_keys else ""
+            raise ValueError(f"layer {layer} with {heads[0]} x {heads[1]} KV heads does not fit a group "
+                             f"of {len(found.layers)} layers with {found.heads[0]} x {found.heads[1]}{latents}")
+        slot.layer_group, slot.offset = group, layout.offset(group, layer, self.num_pages)
+        slot.head_bytes, slot.padded_head_dim = layout.head_bytes(heads[1]), layout.padded(heads[1])
+        slot.values_in_keys = values_in_keys
         return slot
 
     def _query_heads(self, op):

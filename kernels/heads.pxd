@@ -25,6 +25,8 @@ cdef struct HeadsOp:
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
                        int64_t first_position, int64_t queries, int64_t head, float *x,
                        const quire_rows *out) noexcept nogil
+cdef void store_queries(const Step *step, const quire_tiles *tiles, int64_t rows, const float *x,
+                        const quire_rows *out) noexcept nogil
 cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
                      int64_t head) noexcept nogil
 

@@ -17,10 +17,9 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
 
     They are f32 in `x` first, which has memory for 16 floats more.
     """
-    cdef int64_t d = out.width, rows = queries * op.group, i, g, index
+    cdef int64_t d = out.width, i, g, index
     cdef const float *row
     cdef quire_head query
-    cdef quire_output stored
     for i in range(queries):
         row = heads_of(op, first_row + i)
         for g in range(op.group):
@@ -30,6 +29,14 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
                 query.scale *= op.query_scales[first_position + i]
             tiles.head(row + index * op.query_stride, &query, _rotary_of(op, step, first_row + i, first_position + i),
                        x + (i * op.group + g) * d)
+    store_queries(step, tiles, queries * op.group, x, out)
+
+
+cdef void store_queries(const Step *step, const quire_tiles *tiles, int64_t rows, const float *x,
+                        const quire_rows *out) noexcept nogil:
+    """Convert queries to the dtype that multiplies keys: x[rows][width]."""
+    cdef int64_t d = out.width
+    cdef quire_output stored
     if step.kv_dtype == QUIRE_Q8:
         stored.dtype = QUIRE_Q8
         stored.norm = NULL

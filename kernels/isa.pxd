@@ -85,6 +85,7 @@ cdef extern from "simd/tiles.h" nogil:
         const float **bias
         int64_t first_token
         int64_t head_dim
+        int64_t value_dim
         const void *k[4]
         const uint16_t *k_scales[4]
         const void *v[4]
@@ -104,6 +105,7 @@ cdef extern from "simd/tiles.h" nogil:
         int dtype
         int64_t size
         int64_t d
+        int64_t shared
         void *k
         void *v
         uint16_t *k_scales
@@ -205,6 +207,8 @@ cdef extern from "simd/tiles.h" nogil:
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*store_value)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
+        void (*values_of_keys)(const quire_page *page, int64_t columns, int64_t tokens, void *v,
+                               float *scales) noexcept nogil
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
         void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width,
                               int lane, float *out) noexcept nogil

@@ -32,7 +32,10 @@ cdef struct LinearOp:
     int64_t maxima_width
     const int32_t *groups           # a `Routing`'s [1 + groups][groups_width]: the rows of each expert; else NULL
     int64_t groups_width
-    const Weight *weights           # one matrix per expert, else one matrix
+    const Weight *weights           # one matrix per expert or head, else one matrix
+    int64_t heads                   # 1, or heads whose rows of the input, `capacity` each, have matrices of their own
+    int64_t capacity
+    int64_t head_columns            # columns of out between two heads
     int64_t num_blocks              # blocks of 32 output columns
     int64_t span                    # blocks of one item: the blocks that share a scale in out
     int64_t num_spans

@@ -51,6 +51,7 @@ cdef struct Scratch:                # scratch memory of one worker
 
 cdef struct Item:
     int64_t group, row, end         # rows [row, end)
+    int64_t out_row, out_column     # place of the results
     int64_t block, blocks           # first block of the span, number of blocks
     const Weight *weight
 
@@ -156,7 +157,7 @@ cdef int64_t _num_rows(const LinearOp *op, const Step *step) noexcept nogil:
 cdef int64_t _num_groups(const LinearOp *op, const Step *step) noexcept nogil:
     if op.groups != NULL:
         return op.groups[0]
-    return (_num_rows(op, step) + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
+    return op.heads * ((_num_rows(op, step) + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE)
 
 
 cdef int64_t _index(const LinearOp *op, int64_t first, int64_t spans, int64_t taken) noexcept nogil:
@@ -166,19 +167,26 @@ cdef int64_t _index(const LinearOp *op, int64_t first, int64_t spans, int64_t ta
 
 cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept nogil:
     cdef Item item
-    cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step), first = _first_row(op, step)
+    cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step) // op.heads, first = _first_row(op, step)
+    cdef int64_t head
     cdef const int32_t *group
     item.group = index // op.num_spans
     item.block = index % op.num_spans * op.span
     item.weight = op.weights
     item.blocks = min(op.span, op.num_blocks - item.block)
     if op.groups == NULL:
-        item.row, item.end = first + rows * item.group // groups, first + rows * (item.group + 1) // groups
+        head = item.group // groups
+        item.out_row = first + rows * (item.group % groups) // groups
+        item.row = head * op.capacity + item.out_row
+        item.end = head * op.capacity + first + rows * (item.group % groups + 1) // groups
+        item.weight = op.weights + head
+        item.out_column = head * op.head_columns + item.block * QUIRE_BLOCK
     else:
         group = op.groups + (1 + item.group) * op.groups_width
         item.weight = op.weights + group[0]
-        item.row = group[1]
+        item.row = item.out_row = group[1]
         item.end = group[2]
+        item.out_column = item.block * QUIRE_BLOCK
     return item
 
 
@@ -282,7 +290,7 @@ cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles,
     if op.written != NULL:
         _norm_blocks(op, tiles, &item)
     elif op.converts:
-        tiles.convert(y, columns, rows, columns, &op.converted, item.row, item.block * QUIRE_BLOCK)
+        tiles.convert(y, columns, rows, columns, &op.converted, item.out_row, item.out_column)
     if op.maxima != NULL:
         tiles.block_maxima(y, QUIRE_BLOCK, rows, min(QUIRE_BLOCK, op.out.columns - item.block * QUIRE_BLOCK),
                            op.maxima + item.row * op.maxima_width + item.block, op.maxima_width)
@@ -314,7 +322,7 @@ cdef void _prefetch_out(const LinearOp *op, const Item *item, int64_t row, int64
 
 
 cdef float *_out(const LinearOp *op, const Item *item) noexcept nogil:
-    return <float *>op.out.rows.data + item.row * op.out.rows.width + item.block * QUIRE_BLOCK
+    return <float *>op.out.rows.data + item.out_row * op.out.rows.width + item.out_column
 
 
 cdef void _copy(const float *y, int64_t rows, float *out, int64_t stride) noexcept nogil:

@@ -64,6 +64,7 @@ EPHEMERAL_PAGE_SIZE = 32  # tokens
 BIAS_PADDING = 63  # columns of a bias that belong to no key: whole tiles of 64 tokens are read, and then masked
 SEGMENT = 64  # value columns of a head that a recurrence computes together: their state stays in L1
 LANES = 16  # columns of a vector; rows of a state are padded to a multiple of it
+MOST_HEADS = 64  # query heads that attend together; a unit of attention has as many rows
 ROWS_IN_CACHE = 192  # activations that stay in L2 while the weights of a linear layer pass over them
 
 
@@ -311,6 +312,71 @@ class EphemeralAttention:
     window: int = 0
     bias: npt.NDArray[np.float32] | None = None  # [num_heads, 2 * positions - 1 + BIAS_PADDING]
     rotary_dim: int = 0  # elements of a head that are rotated without a `rotary` table
+
+
+@dataclass(frozen=True, slots=True)
+class SplitHeads:
+    """The columns of each head, in another dtype: row h * tokens + r of `out` is head h of row r of `input`.
+
+    The heads are the first columns of `input`, `stride` columns each, of which `out` has the first ones. `tokens` is
+    the most rows of a step.
+    """
+
+    input: Region  # f32 [tokens, num_heads * stride or more]
+    stride: int
+    out: Region  # [num_heads * tokens, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """A linear layer with a matrix for each head, whose results lie side by side.
+
+    out[r] = input[h * tokens + r] @ weights[h].T for each head h. `out` has any dtype if the columns of a head fill
+    whole blocks of 32, or groups of them, else f32.
+    """
+
+    input: Region  # [num_heads * tokens, in_features], as `SplitHeads` writes it
+    weights: tuple[PackedMatrix, ...]  # [num_heads], of one shape and dtype; out_features are a multiple of BLOCK
+    out: Region  # [tokens, num_heads * out_features]
+
+
+def head_groups(num_heads: int) -> int:
+    """Return the number of equal groups, of at most MOST_HEADS heads, in which heads read the keys that they share."""
+    return next(
+        groups for groups in range(1, num_heads + 1) if num_heads <= MOST_HEADS * groups and num_heads % groups == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Causal attention over paged latents (multi-head latent attention, DeepSeek-V2), with absorbed matrices.
+
+    A page has one key per token for all heads: the latent, `rank` elements normed by `norm`, and then the elements that
+    `rotary` rotates. The value of a token is its latent. The query of head h has `rank` elements from `absorbed`, the
+    product of the head's columns and its matrix of keys, and then the rotated last columns of the head in `queries`,
+    where each head has `stride` columns. `out` has the weighted sums of latents, in rows as `SplitHeads` writes them,
+    in any dtype. The rest is as in `Attention`.
+    """
+
+    queries: Region  # f32 [tokens, num_heads * stride or more]
+    stride: int
+    absorbed: Region  # f32 [tokens, num_heads * rank]
+    keys: Region  # f32 [tokens, first_key + rank + rotary_dim or more]
+    first_key: int  # column of the latent, which the rotated part follows
+    out: Region  # [num_heads * tokens, rank]
+    group: int  # layer group: selects a page table of the sequence
+    layer: int  # slot in the group's pages
+    num_heads: int
+    rank: int  # a multiple of BLOCK
+    norm: npt.NDArray[np.float32]  # [rank]
+    eps: float
+    rotary: npt.NDArray[np.float32]  # [positions, rotary_dim]
+    scale: float  # factor of queries
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a key that are rotated."""
+        return int(self.rotary.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,6 +707,9 @@ Op = (
     | Linear
     | Attention
     | EphemeralAttention
+    | SplitHeads
+    | HeadLinear
+    | LatentAttention
     | ShortConv
     | CausalConv
     | LinearRecurrence

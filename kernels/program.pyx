@@ -16,8 +16,9 @@ from .experts cimport grouping_scratch_bytes
 from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
 from .isa import KV_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
-from .ops import (Attention, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
-                  RouteRows, aligned, ephemeral_pages, has_minimums, padded, state_nbytes)
+from .ops import (Attention, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, HeadLinear,
+                  LatentAttention, Linear, NormRows, RouteRows, aligned, ephemeral_pages, has_minimums, head_groups,
+                  padded, state_nbytes)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
 from .regions import aligned_zeros
@@ -34,7 +35,7 @@ def scratch_nbytes(workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
     head_dim = _largest_head(ops)
     linears = [(op.weight if isinstance(op, Linear) else op.weights[0], max(1, op.out.group)) for op in ops
-               if isinstance(op, (Linear, ExpertLinear))]
+               if isinstance(op, (Linear, ExpertLinear, HeadLinear))]
     sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight),
                                   [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], span, weight.group)
              for weight, span in linears]
@@ -42,14 +43,17 @@ def scratch_nbytes(workers, ops):
     rows += [padded(op.input.columns) for op in ops
              if isinstance(op, NormRows) or isinstance(op, Convert) and op.order is not None]
     num_experts = max((op.routing.num_experts for op in ops if isinstance(op, RouteRows)), default=0)
-    own = aligned(max(attention_scratch_bytes(head_dim), max(sizes, default=0),
+    values_in_keys = max((op.rank for op in ops if isinstance(op, LatentAttention)), default=0)
+    own = aligned(max(attention_scratch_bytes(head_dim, values_in_keys), max(sizes, default=0),
                       max(rows, default=0) * 4, grouping_scratch_bytes(num_experts)))
     return workers * (own + attention_shared_bytes(head_dim))
 
 
 def _largest_head(ops):
     """Return the elements of the largest head, padded to whole blocks."""
-    return padded(max((op.head_dim for op in ops if isinstance(op, (Attention, EphemeralAttention))), default=2))
+    sizes = [op.head_dim for op in ops if isinstance(op, (Attention, EphemeralAttention))]
+    sizes += [op.rank + op.rotary_dim for op in ops if isinstance(op, LatentAttention)]
+    return padded(max(sizes, default=2))
 
 
 cdef class Program:
@@ -115,6 +119,7 @@ cdef class Program:
         self.rotary_dims = binder.rotary_dims
         self.needs_rotary = binder.needs_rotary
         self.num_partitions = len(binder.kinds)
+        self.replay.step.stores_first = binder.stores_first
 
     cdef _allocate(self, ops):
         """Allocate the op records and the workers' scratch: with the arena, all memory of the program."""
@@ -139,6 +144,7 @@ cdef class Program:
         cdef char[::1] memory
         cdef int64_t[:, ::1] units
         kinds = {(op.num_heads, op.num_kv_heads) for op in ops if isinstance(op, (Attention, EphemeralAttention))}
+        kinds |= {(op.num_heads, head_groups(op.num_heads)) for op in ops if isinstance(op, LatentAttention)}
         self.partition_memory = aligned_zeros(max(1, len(kinds)) * sizeof(Partition))
         self.unit_start = np.zeros((max(1, len(kinds)), self.max_sequences + 1), np.int64)
         memory, units = self.partition_memory, self.unit_start
@@ -415,7 +421,7 @@ cdef class Program:
             first = step.first_position[i]
             n = step.row_start[i + 1] - step.row_start[i]
             step.block_start[i + 1] = step.block_start[i]
-            if n > 1:       # a single row is stored where it attends
+            if n > 1 or step.stores_first:      # a single row may be stored where it attends
                 step.block_start[i + 1] += (first + n - 1) // size - first // size + 1
         for index in range(self.num_partitions):
             partition = &self.partitions[index]

@@ -3,6 +3,7 @@ from libc.stdint cimport int64_t
 from .attention cimport AttentionOp
 from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
+from .latent cimport SplitOp
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
 from .recurrence cimport ConvolutionOp, GatedNormOp, RecurrenceOp
@@ -25,6 +26,7 @@ cdef enum Kind:
     CONVOLUTION
     RECURRENCE
     GATED_NORM
+    SPLIT
 
 cdef union Payload:
     EmbedOp embed
@@ -42,6 +44,7 @@ cdef union Payload:
     ConvolutionOp convolution
     RecurrenceOp recurrence
     GatedNormOp gated_norm
+    SplitOp split
 
 cdef struct Record:
     Kind kind

@@ -8,6 +8,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from .attention cimport num_attention_items, num_chunk_units, run_attention, store_chunks
 from .experts cimport group_places, num_segments, run_combine, run_dispatch, run_route
 from .isa cimport QUIRE_ENDS
+from .latent cimport run_split
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
@@ -95,6 +96,9 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         total = num_recurrent_items(&record.op.recurrence, step)
     elif record.kind == GATED_NORM:
         computed = run_gated_norm(&record.op.gated_norm, step, tiles, counter, workers)
+        total = step.rows
+    elif record.kind == SPLIT:
+        computed = run_split(&record.op.split, step, tiles, counter, workers)
         total = step.rows
     elif record.kind == ADD_GIVEN:
         computed = run_add_given(&record.op.add_given, step, tiles, counter)

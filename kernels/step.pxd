@@ -17,6 +17,7 @@ cdef struct Slot:
     int64_t offset                  # bytes from the first page of the pool
     int64_t head_bytes              # K and V of one head
     int64_t padded_head_dim
+    int64_t values_in_keys          # leading elements of a key that are also its value; 0: a page has values too
 
 
 cdef struct Step:
@@ -37,7 +38,8 @@ cdef struct Step:
     const int32_t *page_ids
     const int32_t *sample_rows      # [samples]
     int64_t *block_start            # [sequences + 1]: pages to store by chunks of several rows, before each sequence
-    char *kv                        # pages; a layer's part of one is [kv_head]{K, V}
+    bint stores_first               # keys of single rows are stored before any row attends, as those of chunks
+    char *kv                        # pages; a layer's part of one is [kv_head]{K, V}, or {K} of latents
     int64_t page_bytes              # distance of a layer's part of a page from its part of the next page
     int64_t padded_head_dim         # size of the widest heads
     int page_size
@@ -65,15 +67,17 @@ cdef inline const int32_t *table_of(const Step *step, int64_t layer_group, int64
 
 
 cdef inline quire_page page_at(const Step *step, const Slot *slot, int64_t page_id, int64_t head) noexcept nogil:
-    """Return one KV head of one page: K, then V; for int8, then K's scales and V's scales."""
+    """Return one KV head of one page: K, then V unless values are in the keys; for int8, then their scales."""
     cdef quire_page page
     cdef int64_t elements = step.page_size * slot.padded_head_dim
+    cdef int64_t all = elements if slot.values_in_keys else 2 * elements
     cdef char *base = step.kv + slot.offset + page_id * step.page_bytes + head * slot.head_bytes
     page.dtype, page.size, page.d, page.k = step.kv_dtype, step.page_size, slot.padded_head_dim, base
+    page.shared = slot.values_in_keys
     if step.kv_dtype == QUIRE_Q8:
         page.v = base + elements
-        page.k_scales = <uint16_t *>(base + 2 * elements)
-        page.v_scales = <float *>(base + 2 * elements + elements // 16)
+        page.k_scales = <uint16_t *>(base + all)
+        page.v_scales = <float *>(base + all + elements // 16)
     else:
         page.v = base + slot.head_bytes // 2
         page.k_scales, page.v_scales = NULL, NULL

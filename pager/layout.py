@@ -5,7 +5,8 @@ heads. A layer's slot in a page is its index in its group. Pages of all groups h
 pool. If all layers have the same KV heads, the memory is `[slot][page][kv_head]{K, V}`, else
 `[page][slot][kv_head]{K, V}` with slots of the group's size. K and V are stored in the layout of weight tiles
 (kernels/DESIGN.md, Tiles and pages), so a page is a packed weight of 2 * page_size * padded(head_dim) elements per
-head. A layer that reads the keys and values of another layer has no slot.
+head; of latent attention {K} alone, because a value is a part of its key. A layer that reads the keys and values of
+another layer has no slot.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class KVLayout:
     page_size: int = 32  # tokens
     windows: tuple[int, ...] = ()
     heads: tuple[KVHeads, ...] = ()
+    values_in_keys: int = 0  # leading elements of a key that are also its value; 0: values are stored on their own
 
     def __post_init__(self) -> None:
         for name in ("windows", "heads"):
@@ -100,7 +102,7 @@ class KVLayout:
 
     def head_bytes(self, head_dim: int) -> int:
         """Return the bytes of K and V of one page, layer and KV head; int8 includes their scales."""
-        tiles = 2 * self.page_size * self.padded(head_dim) * self.itemsize
+        tiles = self._parts * self.page_size * self.padded(head_dim) * self.itemsize
         scales = self.page_size * self._scale_bytes(head_dim)
         return -(-(tiles + scales) // ALIGNMENT) * ALIGNMENT
 
@@ -125,18 +127,26 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """`2 * layers * kv_heads * head_dim * itemsize`, the usual formula without padding; int8 includes scales."""
+        """`2 * layers * kv_heads * head_dim * itemsize`, the usual formula without padding; int8 includes scales.
+
+        Where the value of a token is in its key, the factor 2 is 1.
+        """
         return sum(map(self.layer_token_bytes, self.layer_heads))
 
     def layer_token_bytes(self, heads: KVHeads) -> int:
         """Return the bytes of one token in one layer with these KV heads, without padding."""
-        return heads[0] * (2 * heads[1] * self.itemsize + self._scale_bytes(heads[1]))
+        return heads[0] * (self._parts * heads[1] * self.itemsize + self._scale_bytes(heads[1]))
+
+    @property
+    def _parts(self) -> int:
+        """Vectors of a token: a key and a value, or a key that has the value in it."""
+        return 1 if self.values_in_keys else 2
 
     def _scale_bytes(self, head_dim: int) -> int:
         """Return the bytes of the scales of one token's key and value in one layer and KV head."""
         if self.dtype != "int8":
             return 0
-        return self.padded(head_dim) // BLOCK * K_SCALE_BYTES + V_SCALE_BYTES
+        return self.padded(head_dim) // BLOCK * K_SCALE_BYTES + (0 if self.values_in_keys else V_SCALE_BYTES)
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the most pages, over all groups, that a sequence holds while it grows to `num_tokens` tokens."""

@@ -72,7 +72,7 @@ INLINE void load_values(panels *v, int count, const quire_attention_tile *t, int
 // belong to an earlier tile and keep their results.
 INLINE void values_bf16(const int count, int rows, const quire_attention_tile *t, int row, const softmax_result *soft,
                         int64_t n) {
-  const int64_t d = t->head_dim, row_bytes = d * 4, steps = (t->num_pages * t->page_size + 31) / 32;
+  const int64_t d = t->value_dim, row_bytes = d * 4, steps = (t->num_pages * t->page_size + 31) / 32;
   const int first = first_row(row, rows), last = min_int(row + TILE_ROWS, rows);
   float *o = t->o + first * d + n;
   const char *p = (const char *)t->p + first * QUIRE_TILE * 2;
@@ -127,8 +127,8 @@ void LEVEL(attention_bf16)(int rows, const quire_attention_tile *t) {
     if (next < rows) scores_bf16(rows, t, first_row(next, rows), 0);
     softmax_range(QUIRE_BF16, row, min_int(next, rows), t, &soft);
     int64_t n = 0;
-    for (; n + 64 <= t->head_dim; n += 64) values_bf16(4, rows, t, row, &soft, n);
-    for (; n < t->head_dim; n += 16) values_bf16(1, rows, t, row, &soft, n);
+    for (; n + 64 <= t->value_dim; n += 64) values_bf16(4, rows, t, row, &soft, n);
+    for (; n < t->value_dim; n += 16) values_bf16(1, rows, t, row, &soft, n);
   }
 }
 
@@ -204,7 +204,7 @@ INLINE void multiply_digit(const char *p, int two, const weighted *before, int64
 
 // o[rows] = o * keep + p · V, 32 columns at a time.
 static void values_int8(int rows, const quire_attention_tile *t, const softmax_result *soft) {
-  const int64_t d = t->head_dim;
+  const int64_t d = t->value_dim;
   const int two = t->num_pages * t->page_size > 32;
   _Alignas(64) uint32_t dots[2][2][2][TILE_ROWS][16];
   weighted last = {.from = 0, .to = 0};

@@ -85,7 +85,7 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
 // o[rows][n ...] = o * keep + p · V, all pages of the tile in one chain
 INLINE void values(const int dtype, const int rows, const int panels, const quire_attention_tile *t, int row,
                    const softmax_result *soft, int64_t n) {
-  const int64_t d = t->head_dim, size = quire_itemsize(dtype), size_of_p = quire_itemsize(quire_query_dtype(dtype));
+  const int64_t d = t->value_dim, size = quire_itemsize(dtype), size_of_p = quire_itemsize(quire_query_dtype(dtype));
   const int64_t lines = dtype == QUIRE_BF16 ? t->page_size / 2 : t->page_size;
   float *o = t->o + row * d + n;
   vf s[ATTENTION_ROWS][4];
@@ -111,7 +111,7 @@ INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, 
     a[i][0] = a[i][1] = vi_dot4_start(soft->high_sum[row + i]);
     b[i][0] = b[i][1] = vi_dot4_start(soft->low_sum[row + i]);
   }
-  if (row == 0) fetch_pages(t, t->head_dim + n, t->head_dim + n + 32, 2 * t->head_dim);
+  if (row == 0) fetch_pages(t, t->value_dim + n, t->value_dim + n + 32, 2 * t->value_dim);
   for (int g = 0; g < t->num_pages; g++) {
     const uint8_t *w = (const uint8_t *)t->v[g] + n * t->page_size;
     for (int64_t token = 0; token < t->page_size; token += 4) {
@@ -126,7 +126,7 @@ INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, 
   }
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < 2; j++) {
-      float *o = t->o + (row + i) * t->head_dim + n + j * 16;
+      float *o = t->o + (row + i) * t->value_dim + n + j * 16;
       const vf kept = vf_mul(vf_load(o), vf_set1(soft->keep[row + i]));
       const vf sum = vf_fma(vf_from(a[i][j]), vf_set1(128.f), vf_from(b[i][j]));
       vf_store(o, vf_fma(sum, vf_set1(soft->scale[row + i]), kept));
@@ -141,11 +141,11 @@ INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
   softmax_tile(quire_query_dtype(dtype), rows, t, &soft);
   int64_t n = 0;
 #define VALUES_4(N, row) values(dtype, N, 4, t, row, &soft, n)
-  for (; n + 4 * QUIRE_LANES <= t->head_dim; n += 4 * QUIRE_LANES) IN_GROUPS(rows, VALUES_4)
+  for (; n + 4 * QUIRE_LANES <= t->value_dim; n += 4 * QUIRE_LANES) IN_GROUPS(rows, VALUES_4)
 #define VALUES_2(N, row) values(dtype, N, 2, t, row, &soft, n)
-  for (; n + 2 * QUIRE_LANES <= t->head_dim; n += 2 * QUIRE_LANES) IN_GROUPS(rows, VALUES_2)
+  for (; n + 2 * QUIRE_LANES <= t->value_dim; n += 2 * QUIRE_LANES) IN_GROUPS(rows, VALUES_2)
 #define VALUES_1(N, row) values(dtype, N, 1, t, row, &soft, n)
-  for (; n < t->head_dim; n += QUIRE_LANES) IN_GROUPS(rows, VALUES_1)
+  for (; n < t->value_dim; n += QUIRE_LANES) IN_GROUPS(rows, VALUES_1)
 }
 
 void ISA(attention_f32)(int rows, const quire_attention_tile *t) { attend(QUIRE_F32, rows, t); }
@@ -159,7 +159,7 @@ void ISA(attention_int8)(int rows, const quire_attention_tile *t) {
   for (int pair = 0; pair < 2; pair++) IN_GROUPS(rows, SCORES_INT8)
   softmax_tile(QUIRE_Q8, rows, t, &soft);
 #define VALUES_INT8(N, row) values_int8(N, t, row, &soft, n)
-  for (int64_t n = 0; n < t->head_dim; n += 32) IN_GROUPS(rows, VALUES_INT8)
+  for (int64_t n = 0; n < t->value_dim; n += 32) IN_GROUPS(rows, VALUES_INT8)
 }
 
 void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,

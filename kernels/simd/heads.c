@@ -100,8 +100,9 @@ INLINE vi quantized(const float *x, float scale) {
 INLINE void store_key_int8(const float *x, int64_t slot, const quire_page *page) {
   uint32_t *k = (uint32_t *)page->k + slot / 16 * 4 * page->d + slot % 16;  // quads of d
   uint16_t *scales = page->k_scales + slot / 16 * (page->d / 32) * 16 + slot % 16;
+  const uint16_t shared = page->shared ? f16_of(largest(x, page->shared) / 127.f) : 0;
   for (int64_t i = 0; i < page->d; i += 32) {
-    const uint16_t scale = f16_of(largest(x + i, 32) / 127.f);
+    const uint16_t scale = i < page->shared ? shared : f16_of(largest(x + i, 32) / 127.f);
     uint32_t quads[8];
     vi_store_i8((int8_t *)quads, quantized(x + i, f16_widen(scale)));
     vi_store_i8((int8_t *)quads + 16, quantized(x + i + 16, f16_widen(scale)));

@@ -48,6 +48,7 @@ void ISA(gate)(const float *gates, int64_t n, float *x);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);
+void ISA(values_of_keys)(const quire_page *page, int64_t columns, int64_t tokens, void *v, float *scales);
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width, int lane,
                         float *out);

@@ -52,6 +52,7 @@ const quire_tiles LEVEL(quire_tiles) = {
     .head = ISA(head),
     .store_key = ISA(store_key),
     .store_value = ISA(store_value),
+    .values_of_keys = ISA(values_of_keys),
     .to_bf16 = ISA(to_bf16),
     .unpack_column = ISA(unpack_column),
     .quantize_q4 = ISA(quantize_q4),

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512, QUIRE_MAX_EXPERTS = 1024 };
+enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 1024, QUIRE_MAX_EXPERTS = 1024 };
 enum { QUIRE_LINE = 64 };  // bytes of a line: 4 for each lane
 enum { QUIRE_MOST_GROUP = 4 };  // blocks of 32 that may share a scale in q8
 // Dtypes of weights; the first three are also dtypes of activations. The code of a k-quant is its number of bits.
@@ -138,6 +138,7 @@ typedef struct {
   const float **bias;        // [rows]: the 64 numbers that are added to the scores of a row; or NULL
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
+  int64_t value_dim;         // the same for values
   const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 and f16 [d][16], int8 [d/4][16][4] unsigned
   const uint16_t *k_scales[4];  // int8: fp16 [d/32][16]
   const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 and f16 [d/16][page][16],
@@ -150,7 +151,7 @@ typedef struct {
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
   void *p;                   // scratch [64][64] in the query dtype; for int8 two of them: high and low digits
-  float *o;                  // [rows][head_dim] running output of the split
+  float *o;                  // [rows][value_dim] running output of the split
 } quire_attention_tile;
 
 // One KV head of one page.
@@ -158,6 +159,7 @@ typedef struct {
   int dtype;
   int64_t size;        // tokens
   int64_t d;           // head_dim, padded
+  int64_t shared;      // int8: the first elements of a key, whole blocks of 32, that have one scale; 0: none
   void *k, *v;
   uint16_t *k_scales;  // int8: fp16 [t/16][d/32][16]
   float *v_scales;     // int8: [t]
@@ -281,6 +283,9 @@ typedef struct {
   // int8 depend on this token alone. `x` is the output of `head`.
   void (*store_key)(const float *x, int64_t slot, const quire_page *page);
   void (*store_value)(const float *x, int64_t slot, const quire_page *page);
+  // v = the first `columns` elements of the keys of 16 tokens, as values of a page of `tokens` tokens; columns a multiple of
+  // 16. For int8 with the scales of the 16 tokens, which all these columns share.
+  void (*values_of_keys)(const quire_page *page, int64_t columns, int64_t tokens, void *v, float *scales);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   // One column of a panel as f32 [width]; q8 in groups is still rotated.
   void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width, int lane,

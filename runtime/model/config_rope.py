@@ -149,14 +149,16 @@ def _yarn(table: ConfigTable, original: int, max_positions: int) -> YarnScaling:
 def _yarn_attention_factor(table: ConfigTable, factor: float) -> float:
     """Return the given factor, or 0.1 ln(factor) + 1 as in the paper, or DeepSeek's ratio of two such values."""
 
-    def suggested(mscale: float = 1.0) -> float:
-        return 0.1 * mscale * float(Decimal(factor).ln()) + 1.0 if factor > 1 else 1.0
-
     if "attention_factor" in table:
         return table.positive("attention_factor")
     if table.values.get("mscale") and table.values.get("mscale_all_dim"):
-        return suggested(table.positive("mscale")) / suggested(table.positive("mscale_all_dim"))
-    return suggested()
+        return yarn_factor(factor, table.positive("mscale")) / yarn_factor(factor, table.positive("mscale_all_dim"))
+    return yarn_factor(factor)
+
+
+def yarn_factor(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of queries and keys at positions scaled by `factor`."""
+    return 0.1 * mscale * float(Decimal(factor).ln()) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(table: ConfigTable, original: int, max_positions: int, pairs: int) -> LongRopeScaling:

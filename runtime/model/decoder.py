@@ -13,6 +13,7 @@ import numpy as np
 
 from ...kernels.ops import Epilogue, MatrixState, Ring
 from ...pager.layout import place_layers
+from .latent_attention import emit_latent_attention
 from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, Value, input_form
 from .residual import add_branch, normed_input, normed_rows
 from .rope import Table, query_scales
@@ -27,6 +28,7 @@ from .weights.decoder_weights import (
     MlpWeights,
 )
 from .weights.delta_weights import DeltaWeights
+from .weights.latent_weights import LatentWeights
 from .weights.mamba_weights import MambaWeights
 from .weights.packing import Vector
 
@@ -78,6 +80,8 @@ def emit_layers(
             _delta_block(
                 builder, spec, layer_weights, layer_weights.mixer, states.rings[layer], states.matrices[layer], x
             )
+        elif isinstance(layer_weights.mixer, LatentWeights):
+            _latent_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer])
         elif isinstance(layer_weights.mixer, MambaWeights):
             _mamba_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, states)
         elif layer_weights.mixer is not None:
@@ -165,6 +169,23 @@ def _attention_block(
     add_branch(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x, scale)
     if beside is not None and mixed is not None:
         _add_mixed(builder, spec, beside, mixed, x)
+
+
+def _latent_block(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    layer: LayerWeights,
+    weights: LatentWeights,
+    index: int,
+    x: Value,
+    rotary: Table | None,
+) -> None:
+    """Emit x += o(latent attention(norm(x)))."""
+    assert rotary is not None, "latent attention rotates a part of each head"
+    first = weights.queries if weights.query_latent is None else weights.query_latent
+    normed = normed_input(builder, spec, layer, x, input_form(first))
+    attended = emit_latent_attention(builder, spec, weights, normed, rotary, _place(spec, index))
+    add_branch(builder, spec, attended, weights.o, None, layer.attention_post_norm, x)
 
 
 def _place(spec: DecoderSpec, layer: int) -> tuple[int, int]:

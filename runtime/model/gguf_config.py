@@ -60,6 +60,15 @@ GGUF_NAMES = TensorNames(
     q_norm="attn_q_norm",
     k_norm="attn_k_norm",
     o="attn_output",
+    latent_q="attn_q",
+    latent_q_a="attn_q_a",
+    latent_q_norm="attn_q_a_norm",
+    latent_q_b="attn_q_b",
+    latent_kv_a="attn_kv_a_mqa",
+    latent_norm="attn_kv_a_norm",
+    latent_kv_b="attn_kv_b",
+    latent_k_b="attn_k_b",
+    latent_v_b="attn_v_b",
     conv_shape=(),
     mamba_in="ssm_in",
     mamba_conv="ssm_conv1d",
@@ -132,9 +141,11 @@ class GGUFFormat:
     names: TensorNames = GGUF_NAMES
     neighboring_pairs: bool = False  # a rotated pair is two neighboring rows of q and k, not rows half a head apart
     experts: bool = False  # True: this family, among several with the same architecture, has experts
+    latent: bool = False  # heads are those of latent attention: their sizes are in keys of the family's own
     rotates: bool = True  # False: heads are never rotated, and the size of their rotated part has no effect
     bare: tuple[str, ...] = ()  # names of a layer's weights that files have without .weight
     marker: str = ""  # key, not 0, in the files of this family alone, among several with the same architecture
+    marked_by: int = 0  # value of the marker in these files; 0: any value but 0
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
     tiles_value_heads: bool = False  # value heads of gated delta nets are sorted by their number within a key head
 
@@ -162,6 +173,11 @@ class GGUFFormat:
             file.metadata.integer("general.quantization_version", QUANTIZATION, QUANTIZATION, QUANTIZATION)
         tensors = PairedRows(checkpoint, neighboring_pairs(spec)) if self.neighboring_pairs else checkpoint
         return replace(spec, quantized=quantized), tensors
+
+    def is_marked(self, metadata: Metadata) -> bool:
+        """Return whether a file has the mark of this family, among several with the same architecture."""
+        value = metadata.get(f"{self.architecture}.{self.marker}") if self.marker else None
+        return value == self.marked_by if self.marked_by else bool(value)
 
     def _bare_names(self, file: GGUFFile) -> list[str]:
         return [name for name in file.tensors if name.startswith("blk.") and name.split(".", 2)[-1] in self.bare]
@@ -223,6 +239,8 @@ class GGUFFormat:
         if eps not in config:
             raise config.refused(eps, "a number from 1e-12 to 1e12")
         head_dim = read_head_dim(config)
+        if self.latent:
+            return head_dim
         whole = [] if "partial_rotary_factor" in self.keys or not self.rotates else ["rope.dimension_count"]
         for suffix in ("attention.value_length", *whole):
             key = f"{self.architecture}.{suffix}"

@@ -63,4 +63,5 @@ def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLa
     """Return the layout of the KV cache that a spec implies."""
     windows = tuple(spec.windows[layer] for layer in spec.kv_layers)
     heads = tuple(map(spec.kv_heads_of, spec.kv_layers)) if spec.kv_heads else ()
-    return KVLayout(len(windows), spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, windows, heads)
+    rank = 0 if spec.latent is None else spec.latent.rank
+    return KVLayout(len(windows), spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, windows, heads, rank)

@@ -183,6 +183,32 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: keys and values of all heads are products of one latent per token (DeepSeek-V2).
+
+    The cache has the latent and a rotated key that all heads share: one KV head of `rank` + `rope_dim` elements.
+    """
+
+    rank: int  # elements of a latent
+    query_rank: int  # elements of a latent of the queries; 0: queries are products of the layer's input
+    nope_dim: int  # elements of a query head that are not rotated; the rotated elements follow
+    rope_dim: int  # elements of a query head, and of the shared key, that are rotated
+    value_dim: int  # elements of a value
+    norm_eps: float  # epsilon of the norms of latents
+    neighboring_pairs: bool  # a rotated pair is two neighboring rows of the projections
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a token in the cache."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; a layer's names follow `layer`.
 
@@ -214,6 +240,15 @@ class TensorNames:
     delta_bias: str = "linear_attn.dt_bias"  # full name
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
+    latent_q: str = "self_attn.q_proj"
+    latent_q_a: str = "self_attn.q_a_proj"
+    latent_q_norm: str = "self_attn.q_a_layernorm"
+    latent_q_b: str = "self_attn.q_b_proj"
+    latent_kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_kv_b: str = "self_attn.kv_b_proj"  # rows of each head: those of its keys, then those of its values
+    latent_k_b: str = "self_attn.k_b_proj"  # the same rows as [heads, rank, nope_dim]
+    latent_v_b: str = "self_attn.v_b_proj"  # [heads, value_dim, rank]
     mamba_in: str = "mamba.in_proj"
     mamba_conv: str = "mamba.conv1d"
     mamba_a: str = "mamba.A_log"  # full name, as the next two
@@ -241,7 +276,10 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder with grouped-query attention and a gated MLP. Few families change a field with a default."""
+    """A decoder with grouped-query attention and a gated MLP. Few families change a field with a default.
+
+    With `latent` attention, `num_kv_heads` and `head_dim` are the shape of the cache.
+    """
 
     family: str  # model_type: "llama", …
     vocab_size: int
@@ -287,6 +325,7 @@ class DecoderSpec:
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits
     experts: Experts | None = None
+    latent: Latent | None = None
     convolutions: Convolutions | None = None
     delta: GatedDelta | None = None
     mamba: Mamba | None = None
@@ -348,6 +387,11 @@ class DecoderSpec:
     def has_matrices(self) -> bool:
         """Whether layers keep matrices of a sequence, in addition to the last inputs of convolutions."""
         return self.delta is not None or self.mamba is not None
+
+    def pair_ops(self, head_dim: int) -> int:
+        """Return the operations of attention for a query and a visible key, in all heads of a layer with such keys."""
+        value_dim = head_dim if self.latent is None else self.latent.rank
+        return 2 * self.num_heads * (head_dim + value_dim)
 
     @property
     def q_size(self) -> int:

@@ -46,6 +46,29 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+LATENT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "vocab_size": 160,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 40,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -915,6 +938,59 @@ CASES |= {
         },
         four={"hybrid_override_pattern": "ME*E", "layers_block_type": None},
         seed=114,
+    ),
+    "deepseek_v2": Case(
+        "DeepseekV2Config",
+        torch.bfloat16,
+        4,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+        seed=130,
+    ),
+    "deepseek_v3": Case(
+        "DeepseekV3Config",
+        torch.bfloat16,
+        5,
+        {
+            **LATENT,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "q_lora_rank": 40,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        seed=131,
+    ),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLiteConfig",
+        torch.bfloat16,
+        5,
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "v_head_dim": 64,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        seed=132,
     ),
 }
 

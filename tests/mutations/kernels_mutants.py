@@ -23,9 +23,30 @@ BITS = "tests/kernels tests/system/test_same_bits.py"
 
 MUTANTS = [
     Mutant(
+        "kernels/simd/heads.c",
+        "i < page->shared ? shared : ",
+        "",
+        "the blocks of an int8 latent have scales of their own, which its values do not have",
+        "tests/kernels/test_latent.py",
+    ),
+    Mutant(
+        "kernels/program.pyx",
+        "self.replay.step.stores_first = binder.stores_first",
+        "self.replay.step.stores_first = False",
+        "two groups of heads store the same key of a decoding row while they read it",
+        "tests/kernels/test_latent.py",
+    ),
+    Mutant(
+        LINEAR,
+        "item.row = head * op.capacity + item.out_row",
+        "item.row = head * rows + item.out_row",
+        "heads after the first one read rows of other heads",
+        "tests/kernels/test_latent.py",
+    ),
+    Mutant(
         "kernels/simd/amx_attention.c",
-        "  const int64_t d = t->head_dim, row_bytes = d * 4, steps = (t->num_pages * t->page_size + 31) / 32;",
-        "  const int64_t d = t->head_dim, row_bytes = d * 4, steps = t->num_pages * t->page_size / 32;",
+        "  const int64_t d = t->value_dim, row_bytes = d * 4, steps = (t->num_pages * t->page_size + 31) / 32;",
+        "  const int64_t d = t->value_dim, row_bytes = d * 4, steps = t->num_pages * t->page_size / 32;",
         "on tiles, the values of an odd last page of 16 tokens are lost in bf16",
         "tests/kernels/test_program.py",
     ),
@@ -157,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         ATTENTION,
-        "    memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN\n",
+        "    memset(state.o, 0, rows * op.value_dim * sizeof(float))     # an earlier step may have left NaN, and 0 * NaN is NaN\n",
         "",
         "a NaN that one request's step leaves in scratch reaches another request's next step",
     ),

@@ -148,8 +148,8 @@ MUTANTS = [
     ),
     Mutant(
         PAIRED_ROWS,
-        "heads[:, : pairs.rotated]\n",
-        "heads\n",
+        "heads[:, pairs.first : pairs.first + pairs.rotated]\n",
+        "heads[:, pairs.first :]\n",
         "a head that is rotated in part has its other rows in the order of rotated ones",
         GOLDEN_TESTS,
     ),
@@ -253,8 +253,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/model/config_rope.py",
-        'suggested(table.positive("mscale")) / suggested(table.positive("mscale_all_dim"))',
-        'suggested(table.positive("mscale"))',
+        'yarn_factor(factor, table.positive("mscale")) / yarn_factor(factor, table.positive("mscale_all_dim"))',
+        'yarn_factor(factor, table.positive("mscale"))',
         "the attention factor of YaRN with DeepSeek's keys is too large",
         CONFIG_TESTS,
     ),

@@ -21,9 +21,19 @@ from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
 from quire.runtime.model.families.nemotron_h import NEMOTRON_GGUF_NAMES
 from quire.runtime.model.families.qwen3_next import HYBRID_GGUF_NAMES, NEXT_GGUF_NAMES
 from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS, LAYER_NORM_KEYS
-from quire.runtime.model.spec import DecoderSpec, GatedDelta, Llama3Scaling, LongRopeScaling, Mamba, TensorNames
+from quire.runtime.model.spec import (
+    DecoderSpec,
+    GatedDelta,
+    Latent,
+    Llama3Scaling,
+    LongRopeScaling,
+    Mamba,
+    TensorNames,
+)
+from quire.runtime.model.weights import Checkpoint
 from quire.runtime.model.weights.ggml import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
+from quire.runtime.model.weights.split_latents import SplitLatents
 from quire.runtime.model.weights.tensors import expected_tensors
 
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
@@ -204,6 +214,9 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens in place of some
     "ministral3": {"sliding_window": None},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
 }
 ARCHITECTURES = {
     "mistral": "llama",
@@ -225,6 +238,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
 }  # families with another name
 NAMES = {  # families with names of their own
     "lfm2": LFM2_GGUF_NAMES,
@@ -256,7 +270,8 @@ PERMUTED = (
     "smollm3",
     "ministral3",
 )
-SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe", "glm4_moe")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe", "glm4_moe", *LATENT)
 SLIDING = ("phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4", "cohere2")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families: their metadata key, the families
     "attention_multiplier": ("attention.scale", "granite", "granite_hybrid"),
@@ -275,9 +290,11 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "first_k_dense_replace": ("leading_dense_block_count", "glm4_moe"),
     "n_shared_experts": ("expert_shared_count", "glm4_moe"),
     "shared_intermediate_size": ("expert_shared_feed_forward_length", "granite_hybrid"),
-    "norm_topk_prob": ("expert_weights_norm", "nemotron_h_moe", "glm4_moe"),
+    "norm_topk_prob": ("expert_weights_norm", "nemotron_h_moe", "glm4_moe", *LATENT),
+    "n_group": ("expert_group_count", *LATENT),
+    "topk_group": ("expert_group_used_count", *LATENT),
     "num_dense_layers": ("leading_dense_block_count", "lfm2_moe"),
-    "routed_scaling_factor": ("expert_weights_scale", "lfm2_moe", "nemotron_h_moe", "glm4_moe"),
+    "routed_scaling_factor": ("expert_weights_scale", "lfm2_moe", "nemotron_h_moe", "glm4_moe", *LATENT),
 }
 
 
@@ -320,6 +337,8 @@ def describe(folder: Path) -> dict[str, Any]:
         values[f"{family}.feed_forward_length"] = spec.intermediate_size
         values[f"{family}.shortconv.l_cache"] = spec.convolutions.taps
         values[f"{family}.vocab_size"] = spec.vocab_size
+    if spec.latent:
+        values |= _describe_latent(family, spec.latent, config, scaling)
     if spec.experts:
         values[f"{family}.expert_count"] = spec.experts.num_experts
         if spec.experts.shared_gate or spec.family == "ernie4_5_moe":
@@ -331,6 +350,26 @@ def describe(folder: Path) -> dict[str, Any]:
         values[f"{family}.rope.scaling.attn_factor"] = rope.scaling.attention_factor
     if spec.eos_token_ids:
         values["tokenizer.ggml.eos_token_id"] = spec.eos_token_ids[0]
+    return values
+
+
+def _describe_latent(
+    family: str, latent: Latent, config: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> dict[str, Any]:
+    values = {
+        f"{family}.attention.head_count_kv": 1,
+        f"{family}.attention.key_length": latent.key_dim,
+        f"{family}.attention.value_length": latent.rank,
+        f"{family}.attention.key_length_mla": latent.query_dim,
+        f"{family}.attention.value_length_mla": latent.value_dim,
+        f"{family}.attention.kv_lora_rank": latent.rank,
+        f"{family}.leading_dense_block_count": config.get("first_k_dense_replace", 1),
+        f"{family}.expert_shared_count": config["n_shared_experts"],
+    }
+    if latent.query_rank:
+        values[f"{family}.attention.q_lora_rank"] = latent.query_rank
+    if scaling.get("mscale_all_dim"):
+        values[f"{family}.rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
     return values
 
 
@@ -383,7 +422,8 @@ FLOATS = (
 def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return a folder's tensors under the names and in the order of rows of llama.cpp's converter."""
     spec = read_spec(folder)
-    checkpoint = SafetensorsCheckpoint(folder)
+    checkpoint: Checkpoint = SafetensorsCheckpoint(folder)
+    checkpoint = checkpoint if spec.latent is None else SplitLatents(checkpoint, spec)
     arrays: dict[str, list[npt.NDArray[np.float32]]] = {}  # experts have several of one name, in order
     for name, _ in expected_tensors(spec):
         values = widened(checkpoint.tensor(name))

@@ -31,8 +31,10 @@ from quire.kernels.ops import (
     ExpertLinear,
     GatedNorm,
     Gather,
+    HeadLinear,
     HeadNorm,
     KVDtype,
+    LatentAttention,
     Linear,
     LinearRecurrence,
     Normed,
@@ -42,6 +44,7 @@ from quire.kernels.ops import (
     Region,
     RouteRows,
     ShortConv,
+    SplitHeads,
     StoredDtype,
     padded,
 )
@@ -157,6 +160,17 @@ def as_value(x: Array, kv_dtype: str) -> Array:
     return values
 
 
+def as_latent(x: Array, rank: int, kv_dtype: str) -> Array:
+    """Round a key [rank + rotary_dim] as the cache stores it: int8 with one scale in fp16 for the latent."""
+    if kv_dtype != "int8":
+        rounded: Array = as_key(x[None], kv_dtype)[0]
+        return rounded
+    scale = np.float64(np.float16(np.abs(x[:rank]).max() / 127))
+    latent = np.clip(np.rint(x[:rank] / (scale or 1)), -127, 127) * scale
+    key: Array = np.concatenate([latent, as_key(x[None, rank:], kv_dtype)[0]])
+    return key
+
+
 def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
     """Return the RMS norm over the last axis (Zhang and Sennrich, 2019)."""
     scaled: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
@@ -270,6 +284,7 @@ class ReferenceProgram:
         shapes = {(op.group, op.layer): (num_pages, page_size, op.num_kv_heads, op.head_dim) for op in layers}
         self.keys = {place: np.zeros(shape) for place, shape in shapes.items()}
         self.values = {place: np.zeros(shape) for place, shape in shapes.items()}
+        self.latents: dict[tuple[int, int, int], Array] = {}  # (layer, page, token) -> a key of latent attention
         self.inputs: dict[tuple[int, int], dict[int, Array]] = {}  # (ring, state slot) -> inputs of a convolution
         self.recurrences = Recurrences(round_bf16)
         self.regions: dict[Region, npt.NDArray[Any]] = {}  # float64; int64 for the places and groups of experts
@@ -340,6 +355,12 @@ class ReferenceProgram:
                 self._attention(op)
             case EphemeralAttention():
                 self._ephemeral_attention(op)
+            case SplitHeads():
+                self._split_heads(op)
+            case HeadLinear():
+                self._head_linear(op)
+            case LatentAttention():
+                self._latent_attention(op)
             case ShortConv():
                 gate, out_gate, value = np.split(self.regions[op.input], 3, axis=1)
                 self._write(op.out, out_gate * self._convolved(op, gate * value))
@@ -468,6 +489,40 @@ class ReferenceProgram:
         if op.epilogue in FUNCTIONS:
             y = FUNCTIONS[op.epilogue](y)
         self._write(op.out, gated(y, op.epilogue)[:, : op.out.columns] if op.epilogue in GATED else y)
+
+    def _split_heads(self, op: SplitHeads) -> None:
+        rows = self.regions[op.input]
+        heads = op.out.rows // op.input.rows
+        columns = [rows[:, head * op.stride :][:, : op.out.columns] for head in range(heads)]
+        self._write(op.out, np.concatenate(columns))
+
+    def _head_linear(self, op: HeadLinear) -> None:
+        heads = np.split(self.regions[op.input], len(op.weights))
+        products = [x @ weight.unpack().astype(np.float64).T for x, weight in zip(heads, op.weights, strict=True)]
+        self._write(op.out, np.concatenate(products, axis=1))
+
+    def _latent_attention(self, op: LatentAttention) -> None:
+        rows, heads = len(self.token_ids), op.num_heads
+        source = op.rotary[self.position] if self.rotary is None else self.rotary
+        rotary = source.astype(np.float64)[:, None, :]
+        rotated = self.regions[op.queries][:, : heads * op.stride].reshape(rows, heads, -1)[:, :, -op.rotary_dim :]
+        absorbed = self.regions[op.absorbed].reshape(rows, heads, op.rank)
+        q = np.concatenate([absorbed, rotate_halves(rotated, rotary)], axis=2) * op.scale
+        q = as_dtype(q.reshape(rows * heads, -1), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
+        keys = self.regions[op.keys][:, op.first_key : op.first_key + op.rank + op.rotary_dim]
+        latents = rms_norm(keys[:, : op.rank], op.norm, op.eps)
+        keys = np.concatenate([latents, rotate_halves(keys[:, None, op.rank :], rotary)[:, 0]], axis=1)
+        for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
+            page = self.tables[op.group][sequence][position // self.page_size]
+            self.latents[op.layer, page, position % self.page_size] = as_latent(keys[row], op.rank, self.kv_dtype)
+        out = np.zeros((heads, rows, op.rank))
+        for row, sequence in enumerate(self.sequence):
+            seen = np.arange(self.last_seen[row] + 1)
+            pages = self.tables[op.group][sequence][seen // self.page_size]
+            tokens = zip(pages, seen % self.page_size, strict=True)
+            stored = np.array([self.latents[op.layer, page, token] for page, token in tokens])
+            out[:, row] = softmax(q[row] @ stored.T) @ stored[:, : op.rank]
+        self._write(op.out, out.reshape(heads * rows, op.rank))
 
     def _combine(self, op: Combine) -> None:
         y = self.regions[op.input][self.regions[op.routing.places]]  # [tokens, top_k, columns]

@@ -17,10 +17,12 @@ from ..weights.paired_rows import PairedRows, neighboring_pairs
 from ..weights.quantization import Quantization
 from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
+from ..weights.split_latents import SplitLatents
 from ..weights.tensors import check_tensors
 from .arcee import ARCEE
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from .ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .falcon_h1 import FALCON_H1
@@ -93,6 +95,9 @@ FAMILIES = (
     STABLELM,
     STARCODER2,
     HUNYUAN,
+    GLM4_MOE_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     MINISTRAL3,
     PHI,
     PHI3,
@@ -150,9 +155,12 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
     if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):
         spec = replace(spec, names=_fused_experts(spec.names))
     if how is None:
-        tensors = stored if family.tensors is None else family.tensors(stored, spec)
+        tensors: Checkpoint = stored if family.tensors is None else family.tensors(stored, spec)
+        tensors = tensors if spec.latent is None else SplitLatents(tensors, spec)
         check_tensors(spec, tensors)
         return spec, _with_pairs(family, spec, tensors)
+    if spec.latent is not None:
+        raise config.refused("quantization_config", "absent: latent attention needs the tensor kv_b_proj in numbers")
     checkpoint = QuantizedCheckpoint(stored, how)
     names = check_tensors(spec, checkpoint)
     orders = checkpoint.sort_by_group(names)
@@ -191,7 +199,7 @@ def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
         raise file.metadata.refused("general.architecture", f"one of {', '.join(known)}")
     has_experts = file.metadata.get(f"{architecture}.expert_count", 0) != 0
     fitting = [pair for pair in named if pair[0].experts == has_experts] or named
-    marked = [pair for pair in fitting if pair[0].marker and file.metadata.get(f"{architecture}.{pair[0].marker}")]
+    marked = [pair for pair in fitting if pair[0].is_marked(file.metadata)]
     form, read = (marked or fitting)[0]
     return form.open(file, read)
 

@@ -2,6 +2,7 @@
 
 from .attention import HeadWeights
 from .builder import ProgramBuilder
+from .latent import LatentHeads
 from .recurrence import Recurrence
 from .values import F32, Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RowForm, Value, input_form
 
@@ -9,6 +10,7 @@ __all__ = [
     "F32",
     "HeadWeights",
     "Heads",
+    "LatentHeads",
     "Logits",
     "NormedValue",
     "PlacedValue",

@@ -24,6 +24,7 @@ from ....kernels.ops import (
     ExpertLinear,
     GatedNorm,
     Gather,
+    HeadLinear,
     KVDtype,
     Linear,
     Normed,
@@ -37,12 +38,14 @@ from ....kernels.ops import (
     RoutingRule,
     SharedExpert,
     ShortConv,
+    SplitHeads,
     ephemeral_pages,
     max_groups,
     padded,
 )
 from ....kernels.pack import PackedMatrix
 from .attention import HeadWeights, ephemeral_attention, paged_attention
+from .latent import LatentHeads, latent_attention
 from .recorder import OpRecorder
 from .recurrence import Recurrence, recurrence
 from .values import F32, Heads, Logits, NormedValue, RoutingValue, RowForm, Value, Vector, multiplied_form
@@ -317,6 +320,38 @@ class ProgramBuilder(OpRecorder):
                 ),
             )
         return self.convert(out, form)
+
+    def split_heads(self, x: Value, num_heads: int, stride: int, columns: int, form: RowForm) -> Value:
+        """Take the first `columns` of each head of `stride` columns, [num_heads * tokens, columns], head by head."""
+        out = self._value("heads", num_heads * x.rows, columns, form.dtype, group=form.group)
+        self._add([x, out], lambda at: SplitHeads(x.placed(at), stride, out.placed(at)))
+        return out
+
+    def head_linear(self, x: Value, weights: tuple[PackedMatrix, ...], form: RowForm) -> Value:
+        """Multiply the rows of each head by the head's weight, [tokens, num_heads * out_features].
+
+        If the columns of a head do not fill whole blocks, or groups of them, the op's result is f32 and a `Convert` to
+        `form` follows.
+        """
+        columns = weights[0].out_features
+        written = form if columns % (BLOCK * max(1, form.group)) == 0 else F32
+        rows = x.rows // len(weights)
+        out = self._value("of heads", rows, len(weights) * columns, written.dtype, group=written.group)
+        self._add([x, out], lambda at: HeadLinear(x.placed(at), weights, out.placed(at)))
+        return self.convert(out, form)
+
+    def latent_attention(
+        self, queries: Value, absorbed: Value, keys: Value, heads: LatentHeads, form: RowForm
+    ) -> Value:
+        """Attend over pages of latents; return their weighted sums, [num_heads * tokens, rank], head by head."""
+        out = self._value("latents", heads.num_heads * queries.rows, heads.rank, form.dtype, group=form.group)
+        self._add(
+            [queries, absorbed, keys, out],
+            lambda at: latent_attention(
+                queries.placed(at), absorbed.placed(at), keys.placed(at), out.placed(at), heads
+            ),
+        )
+        return out
 
     def short_conv(self, x: Value, weight: Vector, bias: Vector | None, ring: Ring, form: RowForm) -> Value:
         """Convolve the value of each row, between its gates: x is gate | gate | value, f32 [tokens, 3 * columns]."""

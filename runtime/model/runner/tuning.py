@@ -16,7 +16,18 @@ from dataclasses import dataclass
 
 from ....kernels import Program, supported_levels
 from ....kernels.isa import EQUAL_FUNCTIONS, NAMES, row_class
-from ....kernels.ops import Attention, EphemeralAttention, ExpertLinear, Gather, Linear, Op, PoolRows
+from ....kernels.ops import (
+    Attention,
+    EphemeralAttention,
+    ExpertLinear,
+    Gather,
+    HeadLinear,
+    LatentAttention,
+    Linear,
+    Op,
+    PoolRows,
+    head_groups,
+)
 
 Choices = Mapping[str, str]  # name of a function -> level
 Times = dict[str, list[float]]  # level -> seconds of each round
@@ -88,7 +99,8 @@ def time_functions(
 
 def layers_of(ops: Sequence[Op]) -> list[tuple[int, int]]:
     """Return the ranges of ops from one attention to the next, of the layers that have the most frequent shape."""
-    starts = [index for index, op in enumerate(ops) if isinstance(op, (Attention, EphemeralAttention))]
+    attention = Attention, LatentAttention, EphemeralAttention
+    starts = [index for index, op in enumerate(ops) if isinstance(op, attention)]
     if len(starts) == 1:
         last = next((i for i, op in enumerate(ops) if isinstance(op, (Gather, PoolRows))), len(ops))
         starts.append(max(last, starts[0] + 1))
@@ -103,7 +115,9 @@ def describe_op(op: Op) -> str:
     kind = type(op).__name__.lower()
     if isinstance(op, (Attention, EphemeralAttention)):
         return f"{kind} {op.num_heads}/{op.num_kv_heads}x{op.head_dim}"
-    if isinstance(op, (Linear, ExpertLinear)):
+    if isinstance(op, LatentAttention):
+        return f"{kind} {op.num_heads}x{op.rank}+{op.rotary_dim}"
+    if isinstance(op, (Linear, ExpertLinear, HeadLinear)):
         weight = op.weight if isinstance(op, Linear) else op.weights[0]
         dtypes = "+".join(dict.fromkeys(dtype for _, dtype in weight.ranges))
         return f"{kind} {weight.out_features}x{weight.in_features} {dtypes}"
@@ -118,11 +132,11 @@ def function_names(ops: Sequence[Op], kv_dtype: str, trial: Trial) -> dict[int, 
 
 
 def _name_of(op: Op, kv_dtype: str, trial: Trial) -> str:
-    if isinstance(op, (Attention, EphemeralAttention)):
-        group = op.num_heads // op.num_kv_heads
+    if isinstance(op, (Attention, LatentAttention, EphemeralAttention)):
+        group = op.num_heads // (head_groups(op.num_heads) if isinstance(op, LatentAttention) else op.num_kv_heads)
         rows = min(trial.queries, max(1, ATTENTION_ROWS // group)) * group
         return f"attention {kv_dtype} {row_class(rows)}"
-    if isinstance(op, (Linear, ExpertLinear)):
+    if isinstance(op, (Linear, ExpertLinear, HeadLinear)):
         ranges = (op.weight if isinstance(op, Linear) else op.weights[0]).ranges
         dtypes = {dtype for _, dtype in ranges}
         return f"linear {dtypes.pop()} {row_class(trial.rows)}" if len(dtypes) == 1 else ""

@@ -21,6 +21,7 @@ from ...common.errors import MissingTensor, WrongTensor
 from ..spec import UNGATED, DecoderSpec, Experts, Mamba
 from . import READABLE, Checkpoint, as_f32
 from .delta_weights import DeltaWeights, build_delta
+from .latent_weights import LatentWeights, build_latent
 from .mamba_weights import MambaWeights, build_mamba
 from .packing import (
     ELEMENTS_PER_CHECK,
@@ -99,7 +100,7 @@ class LayerWeights:
 
     input_norm: Vector | None  # [hidden]
     input_norm_bias: Vector | None  # [hidden]
-    mixer: AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None
+    mixer: AttentionWeights | LatentWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None
     beside: MambaWeights | None  # a mixer beside attention, for the same rows
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
@@ -264,13 +265,15 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     def mamba(mixer: Mamba) -> MambaWeights:
         return build_mamba(mixer, names, prefix, hidden, factory, matrix, input_norm)
 
-    def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None:
+    def mixer() -> AttentionWeights | LatentWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None:
         if not has_mixer:
             return None
         if spec.convolutions is not None and spec.convolutions.layers[layer]:
             return convolution(spec.convolutions.taps, spec.convolutions.bias)
         if spec.delta is not None and spec.delta.layers[layer]:
             return build_delta(spec.delta, names, prefix, hidden, factory, matrix, input_norm)
+        if spec.latent is not None:
+            return build_latent(spec.latent, spec.num_heads, names, prefix, hidden, factory, matrix)
         if spec.mamba is None or spec.attention_layers[layer]:
             return attention()
         return mamba(spec.mamba)

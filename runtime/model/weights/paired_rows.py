@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..rope import rotary_dim
-from ..spec import DecoderSpec
+from ..spec import DecoderSpec, Latent
 from . import Checkpoint
 from .quantization import SORTED
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The rows of a tensor that are in neighboring pairs: the first `rotated` of each head in the first `rows`.
+    """The rows of a tensor in neighboring pairs: `rotated` from `first` on, of each head in the first `rows`.
 
     The elements of a vector are rows; a vector may have a dimension of heads.
     """
@@ -32,6 +32,7 @@ class Pairs:
     rotated: int
     rows: int
     is_vector: bool = False
+    first: int = 0
 
 
 class PairedRows:
@@ -89,13 +90,15 @@ class PairedRows:
         shape = self.shape(name)
         places = np.arange(prod(shape) if pairs.is_vector else shape[0])
         heads = places[: pairs.rows].reshape(-1, pairs.head_dim)
-        rotated = heads[:, : pairs.rotated]
-        heads[:, : pairs.rotated] = rotated.reshape(-1, 2, pairs.rotated // 2).swapaxes(1, 2).reshape(rotated.shape)
+        rotated = heads[:, pairs.first : pairs.first + pairs.rotated]
+        rotated[:] = rotated.reshape(-1, 2, pairs.rotated // 2).swapaxes(1, 2).reshape(rotated.shape)
         return places
 
 
 def neighboring_pairs(spec: DecoderSpec) -> dict[str, Pairs]:
     """Return the pairs of the weights and biases of Q and K, or of the tensor that also has V; and of their norms."""
+    if spec.latent is not None:
+        return _pairs_of_latent_attention(spec, spec.latent)
     rotated = next((rotary_dim(rope, spec.head_dim) for rope in spec.ropes if rope is not None), spec.head_dim)
     sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
     names = spec.names
@@ -109,6 +112,21 @@ def neighboring_pairs(spec: DecoderSpec) -> dict[str, Pairs]:
         pairs[f"{name}.weight"] = Pairs(spec.head_dim, rotated, rows if own else spec.head_dim, is_vector=True)
     return {
         f"{names.layer.format(layer)}{name}": each for layer in range(spec.num_layers) for name, each in pairs.items()
+    }
+
+
+def _pairs_of_latent_attention(spec: DecoderSpec, latent: Latent) -> dict[str, Pairs]:
+    """Return the pairs of the last rows of each query head, and of the key."""
+    names = spec.names
+    rows = spec.num_heads * latent.query_dim
+    queries = Pairs(latent.query_dim, latent.rope_dim, rows, first=latent.nope_dim)
+    key = Pairs(latent.key_dim, latent.rope_dim, latent.key_dim, first=latent.rank)
+    pairs = {names.latent_q_b if latent.query_rank else names.latent_q: queries, names.latent_kv_a: key}
+    return {
+        f"{names.layer.format(layer)}{name}.weight": each
+        for layer in range(spec.num_layers)
+        for name, each in pairs.items()
+        if latent.neighboring_pairs
     }
 
 

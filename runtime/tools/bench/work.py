@@ -16,6 +16,7 @@ from ....kernels.ops import (
     RECURRENT,
     DType,
     ExpertLinear,
+    HeadLinear,
     Linear,
     LinearRecurrence,
     MatrixState,
@@ -107,6 +108,10 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
             weight = op.weights[0]
             of = rows * op.routing.top_k
             read = chosen_experts(op.routing.num_experts, op.routing.top_k, rows / len(steps))
+        elif isinstance(op, HeadLinear):
+            weight = op.weights[0]
+            of = rows * len(op.weights)
+            read = float(len(op.weights))
         else:
             continue
         dtype = INPUT_DTYPES[weight.dtype]
@@ -117,7 +122,7 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
     dtype = QUERY_DTYPES[layout.dtype]  # dtype of keys and values when they are multiplied
     kv_bytes = 0
     for window, heads in spec.attention_kinds:
-        ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * heads[1]
+        ops[dtype] = ops.get(dtype, 0) + pairs(window) * spec.pair_ops(heads[1])
         kv_bytes += _seen(steps, window) * layout.slot_bytes(heads) // layout.page_size
     return Work(round(weight_bytes), kv_bytes, ops, _state_bytes(runner, rows, steps))
 

@@ -25,6 +25,8 @@ def comparison(total_bytes: int, available_bytes: int, limit: MemoryLimit | None
 
 def kv_heads_text(spec: DecoderSpec) -> str:
     """Return the number and size of the KV heads of each kind of layers, and the layers that store none."""
+    if spec.latent is not None:
+        return f"latents of {spec.latent.rank} + {spec.latent.rope_dim}"
     kinds = sorted({spec.kv_heads_of(layer) for layer in spec.kv_layers}) or [(spec.num_kv_heads, spec.head_dim)]
     text = f"{kinds[0][0]} KV heads of {kinds[0][1]}" + "".join(f" and {count} of {size}" for count, size in kinds[1:])
     readers = sum(spec.attention_layers) - len(spec.kv_layers)

@@ -159,7 +159,7 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     layout = capacity.layout
     read_s = 1 / layout.page_size / (KV_READ * roofline.read_bytes_per_s)  # per byte of a slot
     dtype = QUERY_DTYPES[layout.dtype]
-    pair_s = 4 * spec.num_heads / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])  # per element of a head
+    pair_s = 1 / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])  # per operation
     threads = capacity.cpus.threads
     ops = len(capacity.memory.program.ops)
     max_read_share = max(1.0, threads * THREAD_READ / roofline.read_bytes_per_s)
@@ -171,12 +171,12 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
         head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
-            LayerCost(window, count * layout.slot_bytes(heads) * read_s, count * heads[1] * pair_s)
+            LayerCost(window, count * layout.slot_bytes(heads) * read_s, count * spec.pair_ops(heads[1]) * pair_s)
             for (window, heads), count in sorted(Counter(spec.attention_kinds).items())
         ),
         threads=threads,
         num_kv_heads=spec.num_kv_heads,
-        query_tile=TILE * spec.num_kv_heads // spec.num_heads,
+        query_tile=max(1, TILE * spec.num_kv_heads // spec.num_heads),
         max_read_share=max_read_share,
     )
 

@@ -267,19 +267,20 @@ static quire_page new_page(int dtype, int64_t size, int64_t d) {
 static void free_page(quire_page *p) { free(p->k), free(p->v), free(p->k_scales), free(p->v_scales); }
 
 // Two splits of one tile each, merged: rows [first, first + rows) of q, the last token of each at 64 + row.
-static void run_attention(const quire_tiles *level, attention *x, int dtype, quire_rows q, int64_t size, int64_t window,
-                          float softcap, int first, int rows) {
+static void run_attention(const quire_tiles *level, attention *x, int dtype, quire_rows q, int64_t values, int64_t size,
+                          int64_t window, float softcap, int first, int rows) {
   const int64_t d = q.width;
   int64_t oldest[MAX_ROWS], newest[MAX_ROWS];
   for (int r = 0; r < rows; r++) {
     newest[r] = 64 + first + r;
     oldest[r] = window && newest[r] >= window ? newest[r] - window + 1 : 0;
   }
-  reset(x->total_m, x->total_l, x->total_o, rows * d);
+  reset(x->total_m, x->total_l, x->total_o, rows * values);
   for (int64_t token = 0; token < 128; token += 64) {
-    quire_attention_tile t = {.q = from_row(q, quire_query_dtype(dtype), first), .oldest = oldest, .newest = newest, .softcap = softcap,
-                              .first_token = token, .head_dim = d, .num_pages = (int)(64 / size),
-                              .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s, .p = x->p, .o = x->o};
+    quire_attention_tile t = {.q = from_row(q, quire_query_dtype(dtype), first), .oldest = oldest, .newest = newest,
+                              .softcap = softcap, .first_token = token, .head_dim = d, .value_dim = values,
+                              .num_pages = (int)(64 / size), .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s,
+                              .p = x->p, .o = x->o};
     for (int j = 0; j < 4; j++) {
       const quire_page *page = &x->pages[(token + 16 * j) / size];
       const int64_t slot = 16 * j % size;
@@ -288,33 +289,55 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
       t.v_scales[j] = page->v_scales + slot;
       t.v[16 * j / size] = page->v;
     }
-    reset(x->m, x->l, x->o, rows * d);
+    reset(x->m, x->l, x->o, rows * values);
     level->attention[quire_kv_index(dtype)][quire_row_class(rows)](rows, &t);
-    level->merge(rows, d, x->m, x->l, x->o, x->total_m, x->total_l, x->total_o);
+    level->merge(rows, values, x->m, x->l, x->o, x->total_m, x->total_l, x->total_o);
   }
 }
 
-static void compare_attention(const char *op, int dtype, int64_t size, int64_t d, int64_t window, float softcap, int rows) {
+// The values of a page whose keys have them, by this level and by scalar.
+static void compare_values_of_keys(int dtype, int64_t latent, quire_page *page) {
+  quire_page panel = *page, same = new_page(dtype, page->size, page->d);
+  for (int64_t slot = 0; slot < page->size; slot += 16) {
+    const int64_t at = slot * 16 * quire_itemsize(dtype);
+    panel.k = (char *)page->k + slot * page->d * quire_itemsize(dtype);
+    panel.k_scales = page->k_scales + slot * (page->d / 32);
+    tiles->values_of_keys(&panel, latent, page->size, (char *)page->v + at, page->v_scales + slot);
+    scalar->values_of_keys(&panel, latent, page->size, (char *)same.v + at, same.v_scales + slot);
+  }
+  expect_same("values of keys", dtype, "other bits than scalar", page->v, same.v, PAGE_BYTES);
+  expect_same("values of keys", dtype, "other scales than scalar", page->v_scales, same.v_scales, PAGE_BYTES);
+  digest("values of keys", dtype, page->v, PAGE_BYTES);
+  free_page(&same);
+}
+
+// With `latent` elements, the values are the first ones of the keys.
+static void compare_attention(const char *op, int dtype, int64_t size, int64_t d, int64_t latent, int64_t window,
+                              float softcap, int rows) {
   const double allowed = 1e-2;  // p is rounded to bf16, and a tie may fall either way
+  const int64_t values = latent ? latent : d;
   static attention x, y;
   quire_rows q = rows_of(quire_query_dtype(dtype), d);
   float head[MAX_WIDTH];
   for (int i = 0; i < 128 / size; i++) {
-    x.pages[i] = y.pages[i] = new_page(dtype, size, d);
+    x.pages[i] = new_page(dtype, size, d), x.pages[i].shared = latent;
     for (int64_t slot = 0; slot < size; slot++) {
       fill(head, d), scalar->store_key(head, slot, &x.pages[i]);
-      fill(head, d), scalar->store_value(head, slot, &x.pages[i]);
+      if (!latent) fill(head, d), scalar->store_value(head, slot, &x.pages[i]);
     }
+    if (latent) compare_values_of_keys(dtype, latent, &x.pages[i]);
+    y.pages[i] = x.pages[i];
   }
-  run_attention(tiles, &x, dtype, q, size, window, softcap, 0, rows);
-  run_attention(scalar, &y, dtype, q, size, window, softcap, 0, rows);
-  expect_scalar(op, dtype, x.total_o, y.total_o, rows * d, allowed);
+  run_attention(tiles, &x, dtype, q, values, size, window, softcap, 0, rows);
+  run_attention(scalar, &y, dtype, q, values, size, window, softcap, 0, rows);
+  expect_scalar(op, dtype, x.total_o, y.total_o, rows * values, allowed);
   expect_scalar("attention's sums", dtype, x.total_l, y.total_l, rows, allowed / 10);
-  digest(op, dtype, x.total_o, rows * d * (int64_t)sizeof *x.total_o);
-  if (softcap == 0) digest("attention's sums", dtype, x.total_l, rows * (int64_t)sizeof *x.total_l);
+  digest(op, dtype, x.total_o, rows * values * (int64_t)sizeof *x.total_o);
+  if (softcap == 0 && !latent) digest("attention's sums", dtype, x.total_l, rows * (int64_t)sizeof *x.total_l);
   for (int row = 0; row < rows; row++) {
-    run_attention(tiles, &y, dtype, q, size, window, softcap, row, 1);
-    expect_same(op, dtype, "other bits than a row alone", x.total_o + row * d, y.total_o, d * (int64_t)sizeof *y.total_o);
+    run_attention(tiles, &y, dtype, q, values, size, window, softcap, row, 1);
+    expect_same(op, dtype, "other bits than a row alone", x.total_o + row * values, y.total_o,
+                values * (int64_t)sizeof *y.total_o);
   }
   for (int i = 0; i < 128 / size; i++) free_page(&x.pages[i]);
   free_rows(&q);
@@ -578,8 +601,8 @@ static void compare_pages(int dtype) {
     for (int64_t d = dtype == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
       compare_heads(dtype, size, d);
       for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) {
-        compare_attention("attention", dtype, size, d, 0, 0, rows);
-        compare_attention("attention", dtype, size, d, 37, 0, rows);
+        compare_attention("attention", dtype, size, d, 0, 0, 0, rows);
+        compare_attention("attention", dtype, size, d, 0, 37, 0, rows);
       }
     }
 }
@@ -628,7 +651,8 @@ static void compare_level(void) {
     }
   for (int dtype = 0; dtype < 4; dtype++) compare_linear("geglu", dtype, 128, QUIRE_GEGLU);
   for (int dtype = 0; dtype < 3; dtype++)
-    for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) compare_attention("capped attention", dtype, 32, 64, 37, 2.f, rows);
+    for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1)
+      compare_attention("capped attention", dtype, 32, 64, 0, 37, 2.f, rows);
   for (int64_t d = 16; d <= 128; d *= 2) compare_part_of_head(d);
   for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_add_norm(columns);
   compare_soft_cap();
@@ -660,9 +684,14 @@ static void compare_level(void) {
   compare_gate();
   compare_recurrences();
   compare_pages(QUIRE_F16);
-  for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) compare_attention("capped attention", QUIRE_F16, 32, 64, 37, 2.f, rows);
+  for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) compare_attention("capped attention", QUIRE_F16, 32, 64, 0, 37, 2.f, rows);
   compare_f16();
   for (int64_t d = 10; d <= 128; d += 22) compare_norms_of_head(d);
+  const int kv_dtypes[] = {QUIRE_F32, QUIRE_BF16, QUIRE_Q8, QUIRE_F16};
+  for (int i = 0; i < 4; i++)
+    for (int64_t size = 16; size <= 64; size *= 2)
+      for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1)
+        compare_attention("latent attention", kv_dtypes[i], size, 160, 96, 0, 0, rows);
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

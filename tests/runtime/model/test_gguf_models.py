@@ -63,7 +63,7 @@ VECTORS = (
     "mlp_norm_bias",
     "mlp_post_norm",
 )
-MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps", "taps_bias", "bias", "skip", "norm")
+MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps", "taps_bias", "bias", "skip", "norm", "query_norm")
 
 
 @pytest.fixture
@@ -96,7 +96,8 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     source = folder(family)
     expected = read_spec(source)
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
-    named = {"mistral": "llama", "granite_hybrid_moe": "granite_hybrid"}.get(family, family)
+    others = {"mistral": "llama", "granite_hybrid_moe": "granite_hybrid", "glm4_moe_lite": "deepseek_v3"}
+    named = others.get(family, family)
     names = NAMES.get(family, GGUF_NAMES)
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted

@@ -58,6 +58,16 @@ MINISTRAL = {
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
 GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 
 # name -> config.json; family, size of a head, sliding layers, layers without RoPE, longest context
 READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
@@ -326,6 +336,44 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
         ),
         ("gemma3", 256, 22, 0, 32768),
     ),
+    "DeepSeek-V2-Lite": (
+        model(
+            "DeepseekV2ForCausalLM", 102400, 2048, 27, 16, 16, 10944, 163840, first_k_dense_replace=1,
+            moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2,
+            norm_topk_prob=False, num_experts_per_tok=6, q_lora_rank=None, rope_scaling=DEEPSEEK_YARN,
+            scoring_func="softmax", topk_group=1, topk_method="greedy", **LATENT,
+        ),
+        ("deepseek_v2", 576, 0, 0, 163840),
+    ),
+    "DeepSeek-V3": (
+        model(
+            "DeepseekV3ForCausalLM", 129280, 7168, 61, 128, 128, 18432, 163840, first_k_dense_replace=3,
+            moe_intermediate_size=2048, moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1,
+            norm_topk_prob=True, num_experts_per_tok=8, num_nextn_predict_layers=1, q_lora_rank=1536,
+            rope_scaling={**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, routed_scaling_factor=2.5,
+            scoring_func="sigmoid", topk_group=4, topk_method="noaux_tc", **LATENT,
+        ),
+        ("deepseek_v3", 576, 0, 0, 163840),
+    ),
+    "Moonlight 16B A3B": (
+        model(
+            "DeepseekV3ForCausalLM", 163840, 2048, 27, 16, 16, 11264, 8192, first_k_dense_replace=1,
+            moe_intermediate_size=1408, n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=True,
+            num_experts_per_tok=6, q_lora_rank=None, rope_theta=50000.0, routed_scaling_factor=2.446,
+            scoring_func="sigmoid", topk_group=1, topk_method="noaux_tc", **LATENT,
+        ),
+        ("deepseek_v3", 576, 0, 0, 8192),
+    ),
+    "GLM-4.7-Flash": (
+        model(
+            "Glm4MoeLiteForCausalLM", 154880, 2048, 47, 20, 20, 10240, 202752, first_k_dense_replace=1,
+            moe_intermediate_size=1536, n_group=1, n_routed_experts=64, n_shared_experts=1, norm_topk_prob=True,
+            num_experts_per_tok=4, num_nextn_predict_layers=1, q_lora_rank=768, rope_theta=1000000,
+            routed_scaling_factor=1.8, topk_group=1, topk_method="noaux_tc",
+            **{**LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        ),
+        ("glm4_moe_lite", 576, 0, 0, 202752),
+    ),
     "LFM2 1.2B": (
         model(
             "Lfm2ForCausalLM", 65536, 2048, 16, 32, 8, 12288, 128000,
@@ -337,16 +385,14 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
 
 # name -> config.json, as far as it decides; the error
 REFUSED = {
-    "DeepSeek-V2-Lite": ("DeepseekV2ForCausalLM", "multi-head latent attention"),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "multi-head latent attention"),
     "Falcon 7B": ("FalconForCausalLM", "queries, keys and values of all heads in one tensor, and ALiBi"),
     "Gemma 3n E2B": ("Gemma3nForConditionalGeneration", "alternating updates"),
     "Gemma 4 E2B": ("Gemma4ForConditionalGeneration", "layers that read the keys and values of other layers"),
     "InternLM3 8B": ("InternLM3ForCausalLM", "code in the model's folder"),
     "GPT-NeoX 20B": ("GPTNeoXForCausalLM", "queries, keys and values of each head in one tensor"),
     "Hunyuan A13B": ("HunYuanMoEV1ForCausalLM", "norms of heads after their rotation beside experts"),
-    "Kimi Linear 48B": ("KimiLinearForCausalLM", "multi-head latent attention"),
-    "MiniCPM3 4B": ("MiniCPM3ForCausalLM", "multi-head latent attention"),
+    "Kimi Linear 48B": ("KimiLinearForCausalLM", "delta attention with a decay for each channel"),
+    "MiniCPM3 4B": ("MiniCPM3ForCausalLM", "latent attention with scaled residuals"),
     "MiniMax M2": ("MiniMaxM2ForCausalLM", "experts chosen by sigmoids beside norms over all heads"),
     "OLMoE 1B 7B": ("OlmoeForCausalLM", "norms over all heads together beside experts"),
     "Qwen3-VL 30B A3B": ("Qwen3VLMoeForConditionalGeneration", "DeepStack beside experts"),
