@@ -30,6 +30,7 @@ cdef class Binder:
     cdef bint _learned(self, Panels *panels, PackedMatrix table, PackedMatrix weight) except -1
     cdef _add_convert(self, Record *record, op)
     cdef _add_add_norm(self, Record *record, op)
+    cdef _add_gate_rows(self, Record *record, op)
     cdef _add_add_given(self, Record *record, op)
     cdef _add_norm(self, Record *record, op)
     cdef _add_pool(self, Record *record, op)

@@ -18,14 +18,14 @@ from .isa import WEIGHT_CODES
 from .latent cimport bind_latent_heads, bind_split
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
-                  Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, Gather, HeadLinear,
+                  Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, GateRows, Gather, HeadLinear,
                   LatentAttention, Linear, LinearRecurrence, Normed, NormRows, PoolRows, RouteRows, ShortConv,
                   SplitHeads, ephemeral_pages, has_minimums, head_groups, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
 from .recurrence cimport bind_causal_conv, bind_gated_norm, bind_recurrence, bind_short_conv
 from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, CONVOLUTION, DISPATCH, EMBED, GATED_NORM,
-                      GATHER, LINEAR, NORM, POOL, RECURRENCE, ROUTE, SPLIT, Record)
+                      GATE_ROWS, GATHER, LINEAR, NORM, POOL, RECURRENCE, ROUTE, SPLIT, Record)
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
@@ -77,6 +77,8 @@ cdef class Binder:
             self._add_combine(record, op)
         elif isinstance(op, AddNorm):
             self._add_add_norm(record, op)
+        elif isinstance(op, GateRows):
+            self._add_gate_rows(record, op)
         elif isinstance(op, AddGiven):
             self._add_add_given(record, op)
         elif isinstance(op, EphemeralAttention):
@@ -154,8 +156,21 @@ cdef class Binder:
         record.op.add_norm.input = self.regions.value(op.input, columns, "f32", self.max_rows)
         record.op.add_norm.out = self.regions.value(op.out, columns, "f32", self.max_rows)
         record.op.add_norm.weight = self.regions.vector(op.weight, columns, padded(columns))
-        record.op.add_norm.eps = op.eps
+        record.op.add_norm.eps, record.op.add_norm.scale = op.eps, op.scale
         record.op.add_norm.is_normed = self.regions.normed(&record.op.add_norm.normed, op, self.max_rows)
+
+    cdef _add_gate_rows(self, Record *record, op):
+        columns = op.input.columns
+        record.kind = GATE_ROWS
+        if op.column < 0 or op.column + columns > op.a.columns:
+            raise ValueError(f"{columns} columns from {op.column} on are not inside {op.a!r}")
+        record.op.gate_rows.input = self.regions.value(op.input, columns, "f32", self.max_rows)
+        record.op.gate_rows.a = self.regions.value(op.a, op.a.columns, "f32", self.max_rows)
+        record.op.gate_rows.b = self.regions.value(op.b, op.a.columns, "f32", self.max_rows)
+        record.op.gate_rows.column = op.column
+        record.op.gate_rows.weight = self.regions.vector(op.weight, columns, padded(columns))
+        record.op.gate_rows.eps, record.op.gate_rows.scale = op.eps, op.scale
+        record.op.gate_rows.out = self.regions.output(op.out, columns, self.max_rows)
 
     cdef _add_add_given(self, Record *record, op):
         columns = op.out.columns
@@ -303,6 +318,9 @@ cdef class Binder:
         route.router.groups, route.router.kept_groups = rule.groups, rule.kept_groups
         route.router.sigmoid, route.router.normalized = rule.sigmoid, rule.normalized
         route.router.eps, route.router.scale, route.router.bias = rule.eps, rule.scale, NULL
+        route.scales = NULL
+        if op.scales is not None:
+            route.scales = self.regions.vector(op.scales, routing.num_experts, routing.num_experts)
         if op.bias is not None:
             route.router.bias = self.regions.vector(op.bias, routing.num_experts, padded(routing.num_experts))
 
@@ -328,7 +346,7 @@ cdef class Binder:
         combine.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows * op.routing.top_k)
         combine.out = self.regions.value(op.out, op.input.columns, "f32", self.max_rows)
         combine.is_normed = self.regions.normed(&combine.normed, op, self.max_rows)
-        combine.has_shared = op.shared is not None
+        combine.has_shared, combine.adds = op.shared is not None, op.adds
         if combine.has_shared:
             combine.shared = self.regions.value(op.shared.rows, op.out.columns, "f32", self.max_rows)
             combine.logits = self._logits(op.shared.logits, op.routing)

@@ -17,6 +17,7 @@ cdef struct RouteOp:
     Value logits
     RoutingTables routing
     quire_router router
+    const float *scales             # [num_experts], factors of the weights; or NULL
 
 cdef struct DispatchOp:
     Value input
@@ -35,6 +36,7 @@ cdef struct CombineOp:
     bint has_shared
     Value shared                    # [rows][columns] of the shared expert
     Value logits                    # [rows][num_experts + 1]
+    bint adds                       # 0: `out` is overwritten
 
 cdef int64_t run_route(const RouteOp *op, const Step *step, const quire_tiles *tiles,
                        long long *counter) noexcept nogil

@@ -18,11 +18,14 @@ cdef enum:
 cdef int64_t run_route(const RouteOp *op, const Step *step, const quire_tiles *tiles,
                        long long *counter) noexcept nogil:
     """Choose the experts of each row. Write their indices to `places`, where `group_places` replaces them."""
-    cdef int64_t row = quire_next_index(counter), computed = 0
+    cdef int64_t row = quire_next_index(counter), computed = 0, rank
     cdef const RoutingTables *to = &op.routing
     while row < step.rows:
         tiles.route(&op.router, <const float *>op.logits.rows.data + row * op.logits.rows.width,
                     to.places + row * to.places_width, to.weights + row * to.weights_width)
+        if op.scales != NULL:
+            for rank in range(to.top_k):
+                to.weights[row * to.weights_width + rank] *= op.scales[to.places[row * to.places_width + rank]]
         computed += 1
         row = quire_next_index(counter)
     return computed
@@ -105,6 +108,8 @@ cdef int64_t run_combine(const CombineOp *op, const Step *step, const quire_tile
     while item < step.rows * segments:
         row, column = item // segments, item % segments * SEGMENT
         out = <float *>op.out.rows.data + row * width + column
+        if not op.adds:
+            memset(out, 0, min(<int64_t>SEGMENT, width - column) * sizeof(float))
         if op.has_shared:
             _add_shared(op, tiles, row, column, out)
         tiles.combine(<const float *>op.input.rows.data + column, width, of.places + row * of.places_width,

@@ -587,7 +587,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class AddNorm:
-    """out += RMS norm of input: a branch that is normed before it joins the residual stream, `out`.
+    """out = (out + RMS norm of input) * scale: a branch that is normed before it joins the residual stream, `out`.
 
     The norm of a whole row is needed before the addition, so this is an op of its own: each row is one worker's.
     """
@@ -597,6 +597,21 @@ class AddNorm:
     eps: float
     out: Region  # f32 [tokens, columns]
     normed: Normed | None = None  # norm of out
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GateRows:
+    """out = gelu_tanh(input) * (RMS norm of a + b) * scale, for columns of `a` and `b` from `column` on."""
+
+    input: Region  # f32 [tokens, columns]
+    a: Region  # f32 [tokens, column + columns or more]
+    b: Region  # f32, as `a`
+    column: int
+    weight: npt.NDArray[np.float32]  # [columns]
+    eps: float
+    scale: float
+    out: Region  # [tokens, columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,14 +663,15 @@ class RoutingRule:
 class RouteRows:
     """Choose the `top_k` experts with the largest scores for each row; of equal scores, the lower index wins.
 
-    With a `bias`, it is added to the scores for the choice, but not for the weights. The weights of a row are NaN if
-    one of its logits is NaN.
+    With a `bias`, it is added to the scores for the choice, but not for the weights. With `scales`, each weight is
+    multiplied by the scale of its expert. The weights of a row are NaN if one of its logits is NaN.
     """
 
     logits: Region  # f32 [tokens, num_experts], or one more, which has no effect
     routing: Routing
     rule: RoutingRule
     bias: npt.NDArray[np.float32] | None = None  # [num_experts]
+    scales: npt.NDArray[np.float32] | None = None  # [num_experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,7 +707,7 @@ class SharedExpert:
 class Combine:
     """out[r] += the sum of weight * input[place] over the experts of row r, largest weight first.
 
-    With `shared`, sigmoid(logit) * the row of the shared expert is added before.
+    With `shared`, sigmoid(logit) * the row of the shared expert is added before. Without `adds`, out is zero before.
     """
 
     input: Region  # f32 [places, columns]
@@ -699,6 +715,7 @@ class Combine:
     out: Region  # f32 [tokens, columns]
     normed: Normed | None = None  # norm of out
     shared: SharedExpert | None = None
+    adds: bool = True
 
 
 Op = (
@@ -718,6 +735,7 @@ Op = (
     | PoolRows
     | Gather
     | AddNorm
+    | GateRows
     | RouteRows
     | Dispatch
     | ExpertLinear

@@ -7,7 +7,7 @@ from .latent cimport SplitOp
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
 from .recurrence cimport ConvolutionOp, GatedNormOp, RecurrenceOp
-from .rows cimport AddGivenOp, AddNormOp, ConvertOp, EmbedOp, GatherOp, NormOp, PoolOp
+from .rows cimport AddGivenOp, AddNormOp, ConvertOp, EmbedOp, GateRowsOp, GatherOp, NormOp, PoolOp
 from .step cimport Step
 
 cdef enum Kind:
@@ -27,6 +27,7 @@ cdef enum Kind:
     RECURRENCE
     GATED_NORM
     SPLIT
+    GATE_ROWS
 
 cdef union Payload:
     EmbedOp embed
@@ -45,6 +46,7 @@ cdef union Payload:
     RecurrenceOp recurrence
     GatedNormOp gated_norm
     SplitOp split
+    GateRowsOp gate_rows
 
 cdef struct Record:
     Kind kind

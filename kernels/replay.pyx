@@ -13,7 +13,8 @@ from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
 from .recurrence cimport num_convolved_items, num_recurrent_items, run_convolution, run_gated_norm, run_recurrence
-from .rows cimport run_add_given, run_add_norm, run_convert, run_embed, run_gather, run_norm, run_pool
+from .rows cimport (run_add_given, run_add_norm, run_convert, run_embed, run_gate_rows, run_gather, run_norm,
+                    run_pool)
 from .step cimport end_item, first_item
 
 cdef enum:
@@ -99,6 +100,9 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         total = step.rows
     elif record.kind == SPLIT:
         computed = run_split(&record.op.split, step, tiles, counter, workers)
+        total = step.rows
+    elif record.kind == GATE_ROWS:
+        computed = run_gate_rows(&record.op.gate_rows, step, tiles, counter, workers)
         total = step.rows
     elif record.kind == ADD_GIVEN:
         computed = run_add_given(&record.op.add_given, step, tiles, counter)

@@ -31,8 +31,18 @@ cdef struct AddNormOp:
     Value out
     const float *weight             # [columns], padded to 32
     float eps
+    float scale                     # factor of the sum
     bint is_normed
     quire_output normed
+
+cdef struct GateRowsOp:
+    Value input
+    Value a, b
+    int64_t column
+    const float *weight             # [columns], padded to 32
+    float eps
+    float scale
+    quire_output out
 
 cdef struct AddGivenOp:
     Value out
@@ -74,5 +84,7 @@ cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *til
                       long long *counter) noexcept nogil
 cdef int64_t run_add_given(const AddGivenOp *op, const Step *step, const quire_tiles *tiles,
                            long long *counter) noexcept nogil
+cdef int64_t run_gate_rows(const GateRowsOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                           int workers) noexcept nogil
 cdef int64_t run_add_norm(const AddNormOp *op, const Step *step, const quire_tiles *tiles,
                           long long *counter) noexcept nogil

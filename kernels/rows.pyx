@@ -6,6 +6,7 @@ returns the number of rows that it computed.
 """
 from libc.string cimport memcpy, memset
 
+from .isa cimport QUIRE_GELU_TANH
 from .pool cimport quire_next_index, quire_next_run, quire_run
 from .step cimport end_item, first_item
 
@@ -141,13 +142,39 @@ cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles 
     return computed
 
 
+cdef int64_t run_gate_rows(const GateRowsOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                           int workers) noexcept nogil:
+    """Gate rows. The results overwrite the input before they are converted."""
+    cdef int64_t width = op.input.rows.width, columns = op.input.columns, row, j, computed = 0
+    cdef float *x
+    cdef const float *a
+    cdef const float *b
+    cdef float factor
+    cdef quire_run run
+    while quire_next_run(counter, step.rows, workers, MOST_ROWS, &run):
+        for row in range(run.first, run.end):
+            x = <float *>op.input.rows.data + row * width
+            a = <const float *>op.a.rows.data + row * op.a.rows.width + op.column
+            b = <const float *>op.b.rows.data + row * op.b.rows.width + op.column
+            factor = tiles.inverse_rms(a, op.eps, columns)
+            tiles.activate(QUIRE_GELU_TANH, x, width)
+            for j in range(columns):
+                x[j] = x[j] * ((a[j] * factor * op.weight[j] + b[j]) * op.scale)
+            tiles.convert(x, width, 1, columns, &op.out, row, 0)
+        computed += run.end - run.first
+    return computed
+
+
 cdef int64_t run_add_norm(const AddNormOp *op, const Step *step, const quire_tiles *tiles,
                           long long *counter) noexcept nogil:
-    cdef int64_t row = quire_next_index(counter), width = op.out.rows.width, columns = op.out.columns, computed = 0
+    cdef int64_t row = quire_next_index(counter), width = op.out.rows.width, columns = op.out.columns, computed = 0, j
     cdef float *out
     while row < step.rows:
         out = <float *>op.out.rows.data + row * width
         tiles.add_norm(<const float *>op.input.rows.data + row * width, op.weight, op.eps, columns, out)
+        if op.scale != 1:
+            for j in range(columns):
+                out[j] *= op.scale
         if op.is_normed:
             tiles.convert(out, width, 1, columns, &op.normed, row, 0)
         computed += 1

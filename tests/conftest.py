@@ -46,6 +46,10 @@ HYBRID: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "use_sliding_window": True,
     "sliding_window": WINDOW,
+    # of Gemma 4 alone
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 16,
 }
 
 

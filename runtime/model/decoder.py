@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...kernels.ops import Epilogue, MatrixState, Ring
+from ...kernels.ops import MatrixState, Ring
 from ...pager.layout import place_layers
+from .feed_forward import embedding_scale, layer_input_block, layer_inputs, mlp_block
 from .latent_attention import emit_latent_attention
 from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, Value, input_form
 from .residual import add_branch, normed_input, normed_rows
@@ -23,7 +24,6 @@ from .weights.decoder_weights import (
     AttentionWeights,
     ConvolutionWeights,
     DecoderWeights,
-    ExpertWeights,
     LayerWeights,
     MlpWeights,
 )
@@ -33,13 +33,6 @@ from .weights.mamba_weights import MambaWeights
 from .weights.packing import Vector
 
 L2_EPS = 1e-6  # epsilon of the lengths of queries and keys, as in transformers
-EPILOGUES: dict[str, Epilogue] = {
-    "silu": "swiglu",
-    "gelu_tanh": "geglu",
-    "clamped_silu": "swiglu_clamped",
-    "relu_squared": "relu_squared",
-    "ungated_gelu_tanh": "gelu_tanh",
-}
 
 
 def emit_decoder(
@@ -70,7 +63,9 @@ def emit_layers(
 
     Only attention without KV pages may be non-`causal`.
     """
-    x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
+    x = builder.embed(weights.embedding, embedding_scale(weights.embedding, spec.embedding_scale, spec))
+    tables = weights.layer_tables
+    inputs = None if tables is None else layer_inputs(builder, spec, tables, x)
     scales = None if spec.query_scales is None else query_scales(spec.query_scales, _num_positions(rotary))
     for layer, layer_weights in enumerate(weights.layers):
         shared = _shared_input(builder, spec, layer_weights, x) if spec.parallel else None
@@ -99,7 +94,9 @@ def emit_layers(
                 scales,
             )
         if layer_weights.mlp is not None:
-            _mlp_block(builder, spec, layer_weights, layer_weights.mlp, x, shared)
+            mlp_block(builder, spec, layer_weights, layer_weights.mlp, x, shared)
+        if layer_weights.layer_input is not None and inputs is not None:
+            layer_input_block(builder, spec, layer_weights, layer_weights.layer_input, layer, inputs, x)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
     return x
@@ -107,15 +104,6 @@ def emit_layers(
 
 def _num_positions(rotary: Sequence[Table | None]) -> int:
     return min(len(table) for table in rotary if table is not None)
-
-
-def _embedding_scale(spec: DecoderSpec, weights: DecoderWeights) -> float:
-    """Return the scale of embeddings, rounded to the nearest bf16, ties to even, where the family rounds it."""
-    if not spec.round_embedding_scale or weights.embedding.dtype == "f32":
-        return spec.embedding_scale
-    bits = int(np.float32(spec.embedding_scale).view(np.uint32))
-    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
-    return float(np.uint32(rounded).view(np.float32))
 
 
 def _attention_block(
@@ -150,6 +138,9 @@ def _attention_block(
         head_norm=spec.qk_norm_kind,
         gated=spec.gated_heads,
         causal=causal,
+        rotary_span=0 if (rope := spec.ropes[index]) is None else rope.span,
+        stores=spec.stores_kv(index),
+        values_are_keys=spec.kv_matrices(index) == 1,
     )
     form = input_form(weights.qkv)
     normed = shared if shared is not None and shared.form == form else normed_input(builder, spec, layer, x, form)
@@ -160,6 +151,7 @@ def _attention_block(
         spec.norm_eps,
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
+        v_norm=weights.v_norm,
         rotary=rotary,
         sinks=weights.sinks,
         query_scales=scales,
@@ -321,83 +313,6 @@ def _add_mixed(builder: ProgramBuilder, spec: DecoderSpec, weights: MambaWeights
     """Emit x += out(mixed)."""
     assert spec.mamba is not None, "only a spec with Mamba-2 has layers with it"
     builder.linear_add(mixed, weights.out, weights.out_bias, x, spec.residual_scale * spec.mamba.output_scale)
-
-
-def _mlp_block(
-    builder: ProgramBuilder,
-    spec: DecoderSpec,
-    layer: LayerWeights,
-    mlp: MlpWeights | ExpertWeights,
-    x: Value,
-    shared: Value | None,
-) -> None:
-    """Emit x += down(activation(gate(norm(x))) * up(norm(x))), or the same for the experts of each row.
-
-    In a parallel layer, norm(x) is `shared`: the rows before attention was added.
-    """
-    if isinstance(mlp, ExpertWeights):
-        assert layer.mlp_norm is not None, "families with experts norm what the router reads"
-        normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, input_form(mlp.gate_up[0]))
-        _expert_block(builder, spec, mlp, x, normed)
-        return
-    activated = builder.activated(
-        shared or normed_rows(builder, spec, layer.mlp_norm, layer.mlp_norm_bias, x, input_form(mlp.gate_up)),
-        mlp.gate_up,
-        mlp.gate_up_bias,
-        spec.intermediate_size,
-        EPILOGUES[spec.activation],
-        input_form(mlp.down),
-        spec.gate_scale,
-    )
-    # The scale of a gated layer multiplies up, too.
-    scale = spec.mlp_out_scale / spec.gate_scale
-    add_branch(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x, scale)
-
-
-def _expert_block(
-    builder: ProgramBuilder, spec: DecoderSpec, weights: ExpertWeights, x: Value, normed: NormedValue
-) -> None:
-    """Emit x += the weighted sum of each row's experts, each an MLP: down(activation(gate(normed)) * up(normed)).
-
-    An expert that computes every row is added too, by its own weight if it has one.
-    """
-    experts = spec.experts
-    assert experts is not None
-    logits = builder.linear_f32(x, normed, weights.router, weights.router_bias, "router logits")
-    routing = builder.route(logits, experts.num_experts, experts.top_k, experts.rule, weights.choice_bias)
-    shared = None if weights.shared is None else _shared_expert(builder, spec, weights.shared, x, normed)
-    activated = builder.expert_gated(
-        builder.dispatch(normed, routing),
-        weights.gate_up,
-        weights.gate_up_biases,
-        routing,
-        experts.intermediate_size,
-        EPILOGUES[spec.activation],
-        input_form(weights.down[0]),
-    )
-    outputs = builder.expert_linear(activated, weights.down, weights.down_biases, routing)
-    builder.combine_add(outputs, routing, x, shared, logits)
-
-
-def _shared_expert(
-    builder: ProgramBuilder, spec: DecoderSpec, weights: MlpWeights, x: Value, normed: NormedValue
-) -> Value | None:
-    """Return the rows of the expert that computes every row; None if they have no weight: they are in `x` already."""
-    experts = spec.experts
-    assert experts is not None, "only a spec with experts has a shared one"
-    form = input_form(weights.gate_up)
-    activated = builder.activated(
-        normed if normed.data.form == form else builder.norm_rows(x, "rms", normed.weight, None, normed.eps, form),
-        weights.gate_up,
-        weights.gate_up_bias,
-        experts.shared_size,
-        EPILOGUES[spec.activation],
-        input_form(weights.down),
-    )
-    if experts.shared_gate:
-        return builder.linear(activated, weights.down, weights.down_bias, "shared expert")
-    builder.linear_add(activated, weights.down, weights.down_bias, x, spec.residual_scale)
-    return None
 
 
 def _shared_input(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> Value:

@@ -36,9 +36,10 @@ def add_branch(
     post_norm: Vector | None,
     x: Value,
     scale: float = 1.0,
+    after: float = 1.0,
 ) -> None:
-    """Emit x += scale * linear(branch), or x += norm(linear(branch)) where the family has such a norm."""
+    """Emit x += scale * linear(branch), or x = (x + norm(linear(branch))) * after in families with such a norm."""
     if post_norm is None:
         builder.linear_add(branch, weight, bias, x, spec.residual_scale * scale)
     else:
-        builder.add_norm(builder.linear(branch, weight, bias, "branch"), post_norm, spec.norm_eps, x)
+        builder.add_norm(builder.linear(branch, weight, bias, "branch"), post_norm, spec.norm_eps, x, after)

@@ -110,7 +110,7 @@ def _cos_sin(angles: Angles) -> tuple[Angles, Angles]:
 
 def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[Frequencies, float]:
     """Return the radians per position of each pair of `dim` rotated elements, and the factor on cos and sin."""
-    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(rope.span or dim)
     theta = Decimal(rope.theta)
     wavelengths = np.array([theta ** Decimal(float(x)) for x in exponents], np.float64).astype(np.float32)  # unit: 2 pi
     plain = np.float32(1) / wavelengths

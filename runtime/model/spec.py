@@ -75,6 +75,8 @@ class Rope:
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyDivisors | None = None
     dim: int | None = None  # elements of a head that are rotated, from the first one on; None: all
+    # elements whose first pairs are rotated, by the frequencies of a head of this size; 0: `dim`
+    span: int = 0
     # M-RoPE: the position that rotates each pair: 0 time, 1 height, 2 width; (): a token has one position
     axes: tuple[int, ...] = ()
 
@@ -100,6 +102,10 @@ class Experts:
     choice_bias: bool = False  # bias of the scores for the choice of experts
     shared_size: int = 0  # size of an expert that computes every token; 0: none
     shared_gate: bool = False  # the result of that expert is multiplied by the sigmoid of a logit
+    # the layer has an MLP, too: both results are normed before they are added up, and the router reads the norm of the
+    # residual stream times a scale of each column and hidden_size ** -0.5
+    beside_mlp: bool = False
+    scales: bool = False  # a factor of each expert's results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +264,18 @@ class TensorNames:
     mamba_out: str = "mamba.out_proj"
     of_llama_cpp: bool = False  # A is no logarithm, A and D have a second dimension, and the norm has one of groups
     attention_post_norm: str = "post_attention_layernorm"
+    layer_scale: str = "layer_scalar"  # full name
+    layer_table: str = "model.embed_tokens_per_layer"
+    layer_projection: str = "model.per_layer_model_projection"
+    layer_norm: str = "model.per_layer_projection_norm"
+    layer_gate: str = "per_layer_input_gate"
+    layer_out: str = "per_layer_projection"
+    layer_post_norm: str = "post_per_layer_input_norm"
+    beside_norm: str = "pre_feedforward_layernorm_2"  # norm of the input of experts beside an MLP
+    beside_post_norm: str = "post_feedforward_layernorm_2"  # norm of their output
+    beside_mlp_post_norm: str = "post_feedforward_layernorm_1"  # norm of the MLP's output
+    router_scale: str = "router.scale"  # full name
+    expert_scales: str = "router.per_expert_scale"  # full name
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -333,12 +351,27 @@ class DecoderSpec:
     mlp_layers: tuple[bool, ...] = ()
     kv_heads: tuple[KVHeads, ...] = ()  # one per layer: number and size of its KV heads; (): all layers have the same
     kv_sources: tuple[int, ...] = ()  # one per layer: the layer whose keys and values it reads; (): its own
+    intermediate_sizes: tuple[int, ...] = ()  # one per layer: the size of its MLP; (): intermediate_size
+    v_norm: bool = False  # RMS norm of value heads, without weights
+    values_are_keys: tuple[bool, ...] = ()  # one per layer: values are the keys before norm and rotation; (): none
+    layer_scales: bool = False  # a factor of the residual stream after each layer
+    layer_inputs: int = 0  # size of each layer's own embedding of a token, which a gate adds after the MLP; 0: none
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
     quantized: Mapping[str, str] = field(default_factory=dict, compare=False)
     # tensor -> the input of each column, for tensors that are in blocks only in this order
     input_orders: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict, compare=False)
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the size of a layer's MLP."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
+    def kv_matrices(self, layer: int) -> int:
+        """Return how many of keys and values a layer projects: none if another layer's are read."""
+        if not self.stores_kv(layer):
+            return 0
+        return 1 if self.values_are_keys and self.values_are_keys[layer] else 2
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -399,16 +432,6 @@ class DecoderSpec:
         return self.num_heads * self.head_dim
 
     @property
-    def q_rows(self) -> int:
-        """Rows of the projection of queries: of all query heads, and of their gates."""
-        return self.q_size * (2 if self.gated_heads else 1)
-
-    @property
     def kv_size(self) -> int:
         """Columns of all key heads; value heads have as many."""
         return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_size(self) -> int:
-        """Columns of the fused projection: all query heads with their gates, then key heads, then value heads."""
-        return self.q_rows + 2 * self.kv_size

@@ -70,6 +70,21 @@ DEEPSEEK_YARN = {
 }
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4: dict[str, Any] = {
+    "vocab_size": 160,
+    "vocab_size_per_layer_input": 160,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "max_position_embeddings": 2048,
+    "sliding_window": 24,
+    "final_logit_softcapping": 5.0,
+    "eos_token_id": 1,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     config_class: str
@@ -356,6 +371,26 @@ CASES |= {
         },
         seed=122,
     ),
+    "gemma4_images": Case(
+        "Gemma4Config",
+        torch.bfloat16,
+        5,
+        {
+            "text_config": {
+                **SHARED,
+                **GEMMA4,
+                "num_hidden_layers": 4,
+                "layer_types": [SLIDING, FULL, SLIDING, FULL],
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 16,
+            },
+            "vision_config": None,
+            "audio_config": None,
+        },
+        four={"layer_types": [SLIDING, FULL, SLIDING, FULL], "global_head_dim": 64},
+        seed=124,
+    ),
 }
 
 CASES |= {
@@ -373,7 +408,7 @@ CASES |= {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
             "eos_token_id": 1,
         },
-        seed=123,
+        seed=124,
     ),
     "glm": Case(
         "GlmConfig",
@@ -992,6 +1027,66 @@ CASES |= {
         },
         seed=132,
     ),
+    # seven layers of an E2B: the last three read the keys and values of earlier ones and have wide MLPs
+    "gemma4": Case(
+        "Gemma4TextConfig",
+        torch.bfloat16,
+        5,
+        {
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 1,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 24,
+        },
+        four={"layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL], "global_head_dim": 64},
+        seed=120,
+        long=True,
+    ),
+    # the dense 31B: values of full layers are their keys
+    "gemma4_dense": Case(
+        "Gemma4TextConfig",
+        torch.bfloat16,
+        5,
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+        four={"global_head_dim": 64, "num_global_key_value_heads": 2},
+        seed=121,
+        long=True,
+    ),
+    # 26B-A4B: the same with a mixture of experts beside each MLP
+    "gemma4_moe": Case(
+        "Gemma4TextConfig",
+        torch.bfloat16,
+        5,
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+        four={
+            "layer_types": [SLIDING, SLIDING, FULL],
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+        },
+        seed=122,
+    ),
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -1026,7 +1121,8 @@ def main() -> None:
 
 def write_case(folder: Path, case: Case) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    config = getattr(transformers, case.config_class)(**{**SHARED, **case.config})
+    shared = {} if "text_config" in case.config else SHARED
+    config = getattr(transformers, case.config_class)(**{**shared, **case.config})
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model, case.norm_mean)
     model.to(case.dtype).save_pretrained(folder, max_shard_size=case.max_shard_size)
@@ -1050,12 +1146,18 @@ def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) 
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(buffer.shape))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if "linear_attn.norm" in name or "linear_attn.o_norm" in name:
                 parameter.copy_(1 + 0.2 * noise)
+            elif "q_norm" in name and model.config.get_text_config().model_type == "gemma4_text":
+                parameter.copy_((norm_mean + 0.2 * noise) * parameter.shape[0] ** -0.5)  # its scores have no scale
             elif "norm" in name:
                 parameter.copy_(norm_mean + 0.2 * noise)
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(1 + 0.3 * noise)
             elif "A_log" in name:
                 parameter.copy_(noise - 2)  # states decay over many tokens
             elif "sinks" in name:
@@ -1074,7 +1176,7 @@ def write_configs(folder: Path, case: Case) -> None:
     """Write config.json as transformers of version `case.style` does, other_config.json as the other version does."""
     five = json.loads((folder / "config.json").read_text())
     for name, wanted in (("config.json", case.style), ("other_config.json", 9 - case.style)):
-        config = five if wanted == 5 else {**as_transformers_4(five), **(case.four or {})}
+        config = five if wanted == 5 else as_transformers_4(five, case.four or {})
         (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
@@ -1117,10 +1219,18 @@ def write_olmo_hybrid(folder: Path, config: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
-    """Convert a config to transformers 4: torch_dtype, rope_theta at the top level, the rest in rope_scaling."""
+def as_transformers_4(five: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Convert a config to transformers 4: torch_dtype, rope_theta at the top level, the rest in rope_scaling.
+
+    `changes` are for the decoder, which a model with images has under text_config.
+    """
+    if "text_config" in five and five["model_type"] == "gemma4":
+        return {**five, "text_config": as_transformers_4(five["text_config"], changes)}
     four = {key: value for key, value in five.items() if key not in ("dtype", "rope_parameters", "layer_types")}
     rope = dict(five["rope_parameters"])
+    if four["model_type"] == "gemma4_text":  # published files have other keys for the heads of full layers
+        del four["per_layer_config"]
+        return four | changes
     if "sliding_attention" in rope:
         if four["model_type"] != "olmo3":
             four["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -1131,14 +1241,14 @@ def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
     four["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if four["model_type"] == "qwen3_moe":
         four["num_experts"] = four.pop("num_local_experts")
-    return {**four, "torch_dtype": five["dtype"], "transformers_version": "4.46.0"}
+    return {**four, "torch_dtype": five["dtype"], "transformers_version": "4.46.0", **changes}
 
 
 def write_golden(folder: Path) -> None:
     """Write the logits of transformers, which loads the folder from disk, so that the configs are tested too."""
     load = load_mxfp4 if "quantization_config" in (folder / "config.json").read_text() else load_folder
     model = load(folder).eval()
-    token_ids = torch.randint(0, model.config.vocab_size, (1, TOKENS))
+    token_ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, TOKENS))
     with torch.no_grad():
         logits = model(input_ids=token_ids).logits[0]
     np.savez_compressed(folder / "golden.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy())

@@ -19,7 +19,7 @@ DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, PAIRED_ROWS, MAPPE
 )
 QWEN3_MOE = "runtime/model/families/qwen3_moe.py"
 GPT_OSS = "runtime/model/families/gpt_oss.py"
-DECODER = "runtime/model/decoder.py"
+DECODER, FEED_FORWARD = "runtime/model/decoder.py", "runtime/model/feed_forward.py"
 FILES = "runtime/model/files.py"
 GGUF_CONFIG = "runtime/model/gguf_config.py"
 GGUF_TESTS = "tests/runtime/model/test_gguf_models.py"
@@ -182,7 +182,7 @@ MUTANTS = [
         f"{CONFIG_TESTS} tests/runtime/model/test_gguf_gpt_oss.py",
     ),
     Mutant(
-        DECODER,
+        FEED_FORWARD,
         "rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000",
         "rounded = bits + 0x8000 & 0xFFFF0000",
         "Gemma's scale of embeddings is rounded up in a tie",

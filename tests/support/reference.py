@@ -30,6 +30,7 @@ from quire.kernels.ops import (
     EphemeralAttention,
     ExpertLinear,
     GatedNorm,
+    GateRows,
     Gather,
     HeadLinear,
     HeadNorm,
@@ -391,7 +392,11 @@ class ReferenceProgram:
                 self._write(op.out, x, op.normed)
             case AddNorm():
                 branch = rms_norm(self.regions[op.input], op.weight, op.eps)
-                self._write(op.out, self.regions[op.out] + branch, op.normed)
+                self._write(op.out, (self.regions[op.out] + branch) * op.scale, op.normed)
+            case GateRows():
+                columns = slice(op.column, op.column + op.input.columns)
+                rows = rms_norm(self.regions[op.a][:, columns], op.weight, op.eps) + self.regions[op.b][:, columns]
+                self._write(op.out, gelu(self.regions[op.input]) * rows * op.scale)
             case RouteRows():
                 self._route(op)
             case Dispatch():
@@ -466,7 +471,8 @@ class ReferenceProgram:
         experts = np.argsort(-ranks, axis=1, kind="stable")[:, :top_k]
         chosen = np.take_along_axis(scores, experts, axis=1)
         divisor = chosen.sum(axis=1, keepdims=True) + op.rule.eps if op.rule.normalized else 1
-        self.regions[op.routing.weights] = chosen / divisor * op.rule.scale
+        scales = 1 if op.scales is None else op.scales[experts]
+        self.regions[op.routing.weights] = chosen / divisor * op.rule.scale * scales
         order = np.argsort(experts.reshape(-1), kind="stable")  # rows sorted by expert, then by row
         places = np.empty(order.size, np.int64)
         places[order] = np.arange(order.size)
@@ -529,7 +535,7 @@ class ReferenceProgram:
         added = np.einsum("rkc,rk->rc", y, self.regions[op.routing.weights])
         if op.shared is not None:
             added = added + self.regions[op.shared.rows] * sigmoid(self.regions[op.shared.logits][:, -1:])
-        self._write(op.out, self.regions[op.out] + added, op.normed)
+        self._write(op.out, self.regions[op.out] + added if op.adds else added, op.normed)
 
     def _queries(self, op: Attention) -> Array:
         """Return the queries [tokens, num_heads, head_dim] as they multiply the keys; store K and V in their pages."""

@@ -147,8 +147,11 @@ async def test_preempted_when_pages_run_out(drafter: OracleDrafter) -> None:
         check_acceptance(engine, least=20)
 
 
-async def test_with_sliding_windows(drafter: OracleDrafter, hybrid_folder: Callable[[str], Path]) -> None:
-    folder = hybrid_folder("s.s.ss")
+@pytest.mark.parametrize(("layers", "architecture"), [("s.s.ss", "Qwen2ForCausalLM"), ("ss.s.s.", "Gemma4ForCausalLM")])
+async def test_with_sliding_windows(
+    drafter: OracleDrafter, hybrid_folder: Callable[[str, str], Path], layers: str, architecture: str
+) -> None:
+    folder = hybrid_folder(layers, architecture)
     requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 110}) for n, name in enumerate(NAMES, 60)]
     async with running(model=str(folder)) as engine:
         wanted = await drafter.record(engine, requests)

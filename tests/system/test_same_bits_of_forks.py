@@ -117,9 +117,10 @@ async def test_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each[:-1] for each in seen] == wanted
 
 
-async def test_with_sliding_windows(hybrid_folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("layers", "architecture"), [("s.s.ss", "Qwen2ForCausalLM"), ("ss.s.s.", "Gemma4ForCausalLM")])
+async def test_with_sliding_windows(hybrid_folder: Callable[[str, str], Path], layers: str, architecture: str) -> None:
     """The first output may have left the window of the prompt when the next output starts."""
-    folder = hybrid_folder("s.s.ss")
+    folder = hybrid_folder(layers, architecture)
     params = {"temperature": 0.9, "max_tokens": 90}
     lengths = (30, 150, 163)
     async with running(model=str(folder)) as engine:

@@ -68,8 +68,9 @@ async def test_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.stats().recomputed_tokens == 0
 
 
-async def test_with_sliding_windows(hybrid_folder: Callable[[str], Path]) -> None:
-    folder = hybrid_folder("s.s.ss")
+@pytest.mark.parametrize(("layers", "architecture"), [("s.s.ss", "Qwen2ForCausalLM"), ("ss.s.s.", "Gemma4ForCausalLM")])
+async def test_with_sliding_windows(hybrid_folder: Callable[[str, str], Path], layers: str, architecture: str) -> None:
+    folder = hybrid_folder(layers, architecture)
     requests = [asked(prompt(n), max_tokens=140, temperature=1.0, seed=n) for n in (1, 40, 90, 130, 170)]
     async with running(model=str(folder), enable_prefix_caching=False) as engine:
         wanted = await one_by_one(engine, requests)

@@ -31,6 +31,7 @@ def running(folder, **settings):
         ("s.s.", "Gemma2ForCausalLM"),
         ("ss.", "Gemma3ForCausalLM"),
         ("...s", "SmolLM3ForCausalLM"),
+        ("ss.s.s.", "Gemma4ForCausalLM"),  # the last four layers read the keys and values of earlier ones
     ],
 )
 async def test_same_bits_with_sliding_windows(hybrid_folder, layers, architecture):

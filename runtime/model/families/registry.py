@@ -29,6 +29,7 @@ from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from .gemma4 import GEMMA4, GEMMA4_WITH_IMAGES
 from .glm import GLM, GLM4
 from .glm4_moe import GLM4_MOE
 from .gpt_oss import GPT_OSS
@@ -104,6 +105,8 @@ FAMILIES = (
     GEMMA2,
     GEMMA3,
     GEMMA3_WITH_IMAGES,
+    GEMMA4,
+    GEMMA4_WITH_IMAGES,
     GPT_OSS,
     LFM2,
     LFM2_MOE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 MISSING_PARTS: dict[str, str] = {  # config.json's `architectures[0]` -> the parts
     "FalconForCausalLM": "queries, keys and values of all heads in one tensor, and ALiBi",
     "Gemma3nForConditionalGeneration": "alternating updates (AltUp), LAuReL and per-layer embeddings",
-    "Gemma4ForConditionalGeneration": "layers that read the keys and values of other layers, per-layer embeddings",
     "GPTNeoXForCausalLM": "queries, keys and values of each head in one tensor",
     "HunYuanMoEV1ForCausalLM": "norms of heads after their rotation beside experts",
     "InternLM3ForCausalLM": "code in the model's folder, which is not run",

@@ -16,6 +16,7 @@ class HeadWeights:
     eps: float  # epsilon of the norms
     q_norm: Vector | None = None
     k_norm: Vector | None = None
+    v_norm: Vector | None = None
     rotary: Vector | None = None  # rotary table; None: no rotation by a table
     sinks: Vector | None = None  # one more score per head, without a value
     query_scales: Vector | None = None  # factor of the queries of each position
@@ -48,6 +49,10 @@ def paged_attention(qkv: Region, out: Region, heads: Heads, weights: HeadWeights
         sinks=weights.sinks,
         head_norm=heads.head_norm,
         query_scales=weights.query_scales,
+        v_norm=weights.v_norm,
+        stores=heads.stores,
+        values_are_keys=heads.values_are_keys,
+        rotary_span=heads.rotary_span,
         **_head_fields(heads, weights),
     )
 

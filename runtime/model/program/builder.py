@@ -23,6 +23,7 @@ from ....kernels.ops import (
     Epilogue,
     ExpertLinear,
     GatedNorm,
+    GateRows,
     Gather,
     HeadLinear,
     KVDtype,
@@ -198,10 +199,21 @@ class ProgramBuilder(OpRecorder):
         self._norm_writers[residual.index] = len(self._emit)
         self._add([residual], lambda at: AddGiven(level, residual.placed(at)))
 
-    def add_norm(self, x: Value, weight: Vector, eps: float, residual: Value) -> None:
-        """Add the RMS norm of `x` to `residual`, in place."""
+    def add_norm(self, x: Value, weight: Vector, eps: float, residual: Value, scale: float = 1.0) -> None:
+        """Add the RMS norm of `x` to `residual` and multiply the sum by `scale`, in place."""
         self._norm_writers[residual.index] = len(self._emit)
-        self._add([x, residual], lambda at: AddNorm(x.placed(at), weight, eps, residual.placed(at)))
+        self._add([x, residual], lambda at: AddNorm(x.placed(at), weight, eps, residual.placed(at), scale=scale))
+
+    def gate_rows(
+        self, x: Value, a: Value, b: Value, column: int, weight: Vector, eps: float, scale: float, form: RowForm
+    ) -> Value:
+        """Return GELU(x) * (the RMS norm of `a` + `b`) * scale, with columns of `a` and `b` from `column` on."""
+        out = self._value("gated rows", x.rows, x.columns, form.dtype, group=form.group)
+        self._add(
+            [x, a, b, out],
+            lambda at: GateRows(x.placed(at), a.placed(at), b.placed(at), column, weight, eps, scale, out.placed(at)),
+        )
+        return out
 
     def activated(
         self,
@@ -223,9 +235,18 @@ class ProgramBuilder(OpRecorder):
         return out
 
     def route(
-        self, logits: Value, num_experts: int, top_k: int, rule: RoutingRule, bias: Vector | None
+        self,
+        logits: Value,
+        num_experts: int,
+        top_k: int,
+        rule: RoutingRule,
+        bias: Vector | None,
+        scales: Vector | None = None,
     ) -> RoutingValue:
-        """Choose the `top_k` experts of each row, and group the rows by expert. A `bias` affects only the choice."""
+        """Choose the `top_k` experts of each row, and group the rows by expert.
+
+        A `bias` affects only the choice, `scales` only the weights of the chosen experts.
+        """
         routing = RoutingValue(
             num_experts,
             top_k,
@@ -234,7 +255,10 @@ class ProgramBuilder(OpRecorder):
             self._value("expert groups", 1 + max_groups(logits.rows, num_experts, top_k), 3, "i32"),
         )
         self._kept.append(routing.groups)
-        self._add([logits, *routing.parts], lambda at: RouteRows(logits.placed(at), routing.placed(at), rule, bias))
+        self._add(
+            [logits, *routing.parts],
+            lambda at: RouteRows(logits.placed(at), routing.placed(at), rule, bias, scales),
+        )
         return routing
 
     def dispatch(self, x: NormedValue, routing: RoutingValue) -> NormedValue:
@@ -299,6 +323,15 @@ class ProgramBuilder(OpRecorder):
                 shared=None if shared is None else SharedExpert(shared.placed(at), logits.placed(at)),
             ),
         )
+
+    def combine(self, x: Value, routing: RoutingValue) -> Value:
+        """Return the weighted sum of each row's places in `x`, f32 [tokens, columns]."""
+        out = self._value("combined", x.rows // routing.top_k, x.columns, "f32")
+        self._add(
+            [x, *routing.parts, out],
+            lambda at: Combine(x.placed(at), routing.placed(at), out.placed(at), adds=False),
+        )
+        return out
 
     def attention(self, qkv: Value, heads: Heads, weights: HeadWeights, form: RowForm) -> Value:
         """Attend over the pages, or with `ephemeral` among the rows of each text, [tokens, num_heads * head_dim].

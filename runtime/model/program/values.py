@@ -131,6 +131,9 @@ class Heads:
     causal: bool = True  # a row sees itself and earlier rows only
     bias: npt.NDArray[np.float32] | None = None  # bias of scores, by positions of query and key: `EphemeralAttention`
     rotary_dim: int = 0  # elements that are rotated by rows of every step instead of a table
+    rotary_span: int = 0  # elements whose first pairs are rotated by a table; 0: as many as it rotates
+    stores: bool = True  # keys and values are projected and stored; else those at the same place are read
+    values_are_keys: bool = False  # values are the keys before norm and rotation
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class ExpertWeights:
     router: PackedMatrix
     router_bias: Vector | None
     choice_bias: Vector | None  # [experts], added to scores for the choice of experts
+    scales: Vector | None  # [experts], factors of their results
     gate_up: tuple[PackedMatrix, ...]
     gate_up_biases: tuple[Vector, ...] | None
     down: tuple[PackedMatrix, ...]
@@ -70,13 +71,42 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideWeights:
+    """The weights of a mixture of experts beside an MLP, and the norms of the output of both."""
+
+    mlp_post_norm: Vector  # [hidden]
+    norm: Vector  # [hidden], of the experts' input; the router reads the residual stream times a scale of each column
+    experts: ExpertWeights
+    post_norm: Vector  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """The weights that add a layer's own embedding of a token to the residual stream."""
+
+    gate: PackedMatrix  # [layer_inputs, hidden]
+    out: PackedMatrix  # [hidden, layer_inputs]
+    post_norm: Vector  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTables:
+    """The weights of the embeddings that all layers have of a token."""
+
+    table: PackedMatrix  # [vocab, layers * layer_inputs]
+    projection: PackedMatrix  # [layers * layer_inputs, hidden], of the token's embedding
+    norm: Vector  # [layer_inputs], of each layer's part of the projection
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """The weights of attention. Biases and norms that the family does not have are None."""
 
-    qkv: PackedMatrix  # [q_rows + 2 kv_size, hidden]
+    qkv: PackedMatrix  # [columns, hidden]: query heads with their gates, then key heads, then value heads
     qkv_bias: Vector | None
     q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
     k_norm: Vector | None  # [head_dim], or with qk_norm_rows [kv_size]
+    v_norm: Vector | None  # [head_dim], of ones
     sinks: Vector | None  # [num_heads]
     o: PackedMatrix  # [hidden, q_size]
     o_bias: Vector | None
@@ -106,7 +136,10 @@ class LayerWeights:
     mlp_norm: Vector | None  # [hidden]
     mlp_norm_bias: Vector | None  # [hidden]
     mlp: MlpWeights | ExpertWeights | None
+    mixture_beside: BesideWeights | None  # a mixture of experts beside the MLP
     mlp_post_norm: Vector | None  # [hidden]
+    layer_input: LayerInputWeights | None
+    scale: Vector | None  # [1], factor of the residual stream after the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +152,7 @@ class DecoderWeights:
     final_norm_bias: Vector | None  # [hidden]
     lm_head_bias: Vector | None  # [vocab]
     lm_head: PackedMatrix  # [vocab, hidden]
+    layer_tables: LayerTables | None
 
 
 def pack_weights(
@@ -184,7 +218,27 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
     head_bias = [Part(f"{names.lm_head}.bias", (spec.vocab_size,))]
     lm_head_bias = factory.vector(spec.vocab_size, head_bias) if spec.lm_head_bias else None
     lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head, GROUP)
-    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head_bias, lm_head)
+    tables = _build_layer_tables(spec, dtype, factory)
+    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head_bias, lm_head, tables)
+
+
+def _build_layer_tables(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> LayerTables | None:
+    """Make the embeddings that layers have of a token. Rows of their table are only read, so it may be q4."""
+    if not spec.layer_inputs:
+        return None
+    columns = spec.num_layers * spec.layer_inputs
+    names = spec.names
+
+    def matrix(name: str, out_features: int, in_features: int, group: int) -> PackedMatrix:
+        parts = [Part(f"{name}.weight", (out_features, in_features))]
+        packed = _packed_dtype(spec, dtype, parts)
+        return factory.matrix(MatrixPlan(out_features, in_features, packed, parts, group=_group(dtype, group)))
+
+    return LayerTables(
+        table=matrix(names.layer_table, spec.vocab_size, columns, 0),
+        projection=matrix(names.layer_projection, columns, spec.hidden_size, GROUP),
+        norm=factory.vector(spec.layer_inputs, [Part(f"{names.layer_norm}.weight", (spec.layer_inputs,))]),
+    )
 
 
 def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
@@ -192,9 +246,11 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     hidden = spec.hidden_size
     prefix = names.layer.format(layer)
 
+    def vector(name: str, size: int = hidden) -> Vector:
+        return factory.vector(size, [Part(f"{prefix}{name}.weight", (size,))], spec.norm_offset)
+
     def norm(present: bool, name: str, size: int) -> Vector | None:
-        parts = [Part(f"{prefix}{name}.weight", (size,))]
-        return factory.vector(size, parts, spec.norm_offset) if present else None
+        return vector(name, size) if present else None
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = GROUP) -> PackedMatrix:
         parts = named(parts, prefix, "weight", in_features)
@@ -228,23 +284,28 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             return routed
         return replace(routed, shared=mlp(names.shared_gate_up, names.shared_down, experts.shared_size))
 
-    def head_norm(name: str, heads: int) -> Vector | None:
+    def head_norm(name: str, heads: int, head_dim: int) -> Vector | None:
         if spec.qk_norm_kind != "layer":
-            return norm(spec.qk_norm, name, heads * spec.head_dim if spec.qk_norm_rows else spec.head_dim)
-        parts = _norms_of_heads(f"{prefix}{name}.weight", heads, spec.head_dim)
-        return factory.vector(heads * spec.head_dim, parts) if spec.qk_norm else None
+            return norm(spec.qk_norm, name, heads * head_dim if spec.qk_norm_rows else head_dim)
+        parts = _norms_of_heads(f"{prefix}{name}.weight", heads, head_dim)
+        return factory.vector(heads * head_dim, parts) if spec.qk_norm else None
 
     def attention() -> AttentionWeights:
-        qkv = stacked(names.qkv, (spec.q_rows, spec.kv_size, spec.kv_size))
+        num_kv_heads, head_dim = spec.kv_heads_of(layer)
+        q_size, kv_size = spec.num_heads * head_dim, num_kv_heads * head_dim
+        kv_matrices = spec.kv_matrices(layer)
+        sizes = (q_size * (2 if spec.gated_heads else 1), *[kv_size] * kv_matrices)
+        qkv = stacked(names.qkv[: len(sizes)], sizes)
         o = stacked((names.o,), (hidden,))
         sinks = [Part(f"{prefix}{names.sinks}", (spec.num_heads,))]
         return AttentionWeights(
-            qkv=matrix(spec.qkv_size, hidden, qkv),
-            qkv_bias=scaled(bias(spec.qkv_bias, spec.qkv_size, qkv), 1 / spec.attention_in_scale),
-            q_norm=head_norm(names.q_norm, spec.num_heads),
-            k_norm=head_norm(names.k_norm, spec.num_kv_heads),
+            qkv=matrix(sum(sizes), hidden, qkv),
+            qkv_bias=scaled(bias(spec.qkv_bias, sum(sizes), qkv), 1 / spec.attention_in_scale),
+            q_norm=head_norm(names.q_norm, spec.num_heads, head_dim),
+            k_norm=head_norm(names.k_norm, num_kv_heads, head_dim) if kv_matrices else None,
+            v_norm=np.ones(head_dim, np.float32) if spec.v_norm and kv_matrices else None,
             sinks=factory.vector(spec.num_heads, sinks) if spec.sinks else None,
-            o=matrix(hidden, spec.q_size, o, attention_group(spec.num_heads, spec.num_kv_heads, spec.head_dim)),
+            o=matrix(hidden, q_size, o, attention_group(spec.num_heads, num_kv_heads, head_dim)),
             o_bias=bias(spec.o_bias, hidden, o),
         )
 
@@ -281,7 +342,30 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     def feed_forward() -> MlpWeights | ExpertWeights | None:
         if not has_mlp:
             return None
-        return mlp(names.gate_up, names.down, spec.intermediate_size) if experts is None else mixture(experts, mlp_norm)
+        if experts is None or experts.beside_mlp:
+            return mlp(names.gate_up, names.down, spec.mlp_size(layer))
+        return mixture(experts, mlp_norm)
+
+    def mixture_beside() -> BesideWeights | None:
+        if experts is None or not experts.beside_mlp:
+            return None
+        router_scale = factory.vector(hidden, [Part(f"{prefix}{names.router_scale}", (hidden,))])
+        return BesideWeights(
+            mlp_post_norm=vector(names.beside_mlp_post_norm),
+            norm=vector(names.beside_norm),
+            experts=mixture(experts, router_scale * np.float32(hidden**-0.5)),
+            post_norm=vector(names.beside_post_norm),
+        )
+
+    def layer_input() -> LayerInputWeights | None:
+        size = spec.layer_inputs
+        if not size:
+            return None
+        return LayerInputWeights(
+            gate=matrix(size, hidden, stacked((names.layer_gate,), (size,))),
+            out=matrix(hidden, size, stacked((names.layer_out,), (hidden,))),
+            post_norm=vector(names.layer_post_norm),
+        )
 
     has_mixer = not spec.mlp_layers or not spec.mlp_layers[layer]
     has_mlp = not spec.mlp_layers or spec.mlp_layers[layer]
@@ -297,7 +381,10 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         mlp_norm=mlp_norm,
         mlp_norm_bias=norm_bias(mlp_norm, names.mlp_norm),
         mlp=feed_forward(),
+        mixture_beside=mixture_beside(),
         mlp_post_norm=norm(spec.norms_output(layer), names.mlp_post_norm, hidden),
+        layer_input=layer_input(),
+        scale=factory.vector(1, [Part(f"{prefix}{names.layer_scale}", (1,))]) if spec.layer_scales else None,
     )
 
 
@@ -317,6 +404,7 @@ def _build_experts(
         router += named([gate], prefix, "weight", hidden)
     num_logits = num_experts + spec.experts.shared_gate
     choice_bias = [Part(f"{prefix}{names.choice_bias}", (num_experts,))]
+    scales = [Part(f"{prefix}{names.expert_scales}", (num_experts,))]
     columns, gate_up = _gate_up(spec, names.expert_gate_up, size)
     down = stacked((names.expert_down,), (hidden,))
     router_bias = named(stacked((names.router,), (num_experts,)), prefix, "bias")
@@ -341,6 +429,7 @@ def _build_experts(
         router=factory.matrix(MatrixPlan(num_logits, hidden, "f32", router, factors=norm)),
         router_bias=factory.vector(num_logits, router_bias) if has_bias else None,
         choice_bias=factory.vector(num_experts, choice_bias) if spec.experts.choice_bias else None,
+        scales=factory.vector(num_experts, scales) if spec.experts.scales else None,
         gate_up=matrices(columns, hidden, gate_up),
         gate_up_biases=biases(columns, gate_up),
         down=matrices(hidden, size, down),

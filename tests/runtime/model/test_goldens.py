@@ -60,7 +60,7 @@ def test_f32_kernels_are_within_2e_4(
 
 
 @pytest.mark.parametrize("family", LONG)
-def test_a_state_is_exact_after_2_000_tokens(goldens: Path, family: str, compute_logits: Callable[..., Any]) -> None:
+def test_logits_are_exact_after_2_000_tokens(goldens: Path, family: str, compute_logits: Callable[..., Any]) -> None:
     with np.load(goldens / family / "long.npz") as data:
         token_ids, expected = data["token_ids"].tolist(), data["logits"]
     logits = compute_logits(pack_model(goldens / family, "f32"), token_ids, chunk=500)

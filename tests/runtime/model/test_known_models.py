@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import UnsupportedModel
-from quire.runtime.model import read_spec
+from quire.runtime.model import kv_layout, read_spec
 from quire.runtime.model.families.registry import FAMILIES
 from quire.runtime.model.families.unsupported import MISSING_PARTS
 
@@ -374,6 +374,33 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
         ),
         ("glm4_moe_lite", 576, 0, 0, 202752),
     ),
+    "Gemma 4 E2B": (
+        text_of(
+            "Gemma4ForConditionalGeneration", 262144, 1536, 35, 8, 1, 6144, 131072, head_dim=256, global_head_dim=512,
+            layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7, sliding_window=512, num_kv_shared_layers=20,
+            use_double_wide_mlp=True, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
+            final_logit_softcapping=30.0,
+        ),
+        ("gemma4", 256, 28, 0, 131072),
+    ),
+    "Gemma 4 31B": (
+        text_of(
+            "Gemma4ForConditionalGeneration", 262144, 5376, 60, 32, 16, 21504, 262144, head_dim=256,
+            global_head_dim=512, num_global_key_value_heads=4, attention_k_eq_v=True, sliding_window=1024,
+            hidden_size_per_layer_input=0,
+            use_bidirectional_attention="vision", final_logit_softcapping=30.0,
+        ),
+        ("gemma4", 256, 50, 0, 262144),
+    ),
+    "Gemma 4 26B A4B": (
+        text_of(
+            "Gemma4ForConditionalGeneration", 262144, 2816, 30, 16, 8, 2112, 262144, head_dim=256, global_head_dim=512,
+            num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024, hidden_size_per_layer_input=0,
+            enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+            use_bidirectional_attention="vision", final_logit_softcapping=30.0,
+        ),
+        ("gemma4", 256, 25, 0, 262144),
+    ),
     "LFM2 1.2B": (
         model(
             "Lfm2ForCausalLM", 65536, 2048, 16, 32, 8, 12288, 128000,
@@ -387,7 +414,6 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
 REFUSED = {
     "Falcon 7B": ("FalconForCausalLM", "queries, keys and values of all heads in one tensor, and ALiBi"),
     "Gemma 3n E2B": ("Gemma3nForConditionalGeneration", "alternating updates"),
-    "Gemma 4 E2B": ("Gemma4ForConditionalGeneration", "layers that read the keys and values of other layers"),
     "InternLM3 8B": ("InternLM3ForCausalLM", "code in the model's folder"),
     "GPT-NeoX 20B": ("GPTNeoXForCausalLM", "queries, keys and values of each head in one tensor"),
     "Hunyuan A13B": ("HunYuanMoEV1ForCausalLM", "norms of heads after their rotation beside experts"),
@@ -426,3 +452,38 @@ def test_the_page_of_models_lists_what_is_read_and_what_is_refused() -> None:
     assert {name for name, _ in REFUSED.values()} == MISSING_PARTS.keys()
     assert [name for name in (*families, *MISSING_PARTS) if f"`{name}`" not in page] == []
     assert [part for part in MISSING_PARTS.values() if part not in page] == []
+
+
+def test_layers_of_gemma_4_e2b_read_the_last_layer_of_their_kind_that_stores(tmp_path: Path) -> None:
+    """15 layers store keys and values: 12 sliding ones of 256 columns, 3 full ones of 512; others have wide MLPs."""
+    (tmp_path / "config.json").write_text(json.dumps(READ["Gemma 4 E2B"][0]))
+    spec = read_spec(tmp_path)
+    assert spec.kv_layers == tuple(range(15))
+    assert spec.kv_sources[15:] == (13, 13, 13, 13, 14) * 4
+    assert spec.intermediate_sizes == (6144,) * 15 + (12288,) * 20
+    assert kv_layout(spec, "bf16", 32).token_bytes == (12 * 256 + 3 * 512) * 2 * 2
+    assert [(rope.theta, rope.dim, rope.span) for rope in spec.ropes[3:5] if rope is not None] == [
+        (10_000.0, 256, 0),
+        (1_000_000.0, 128, 512),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"use_bidirectional_attention": "all"}, 'text_config.use_bidirectional_attention .*null or "vision"'),
+        ({"num_kv_shared_layers": 31}, "num_kv_shared_layers .*so low that an earlier layer of each kind"),
+        ({"global_head_dim": 511}, "global_head_dim .*even"),
+        ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input .*262144, the vocab_size"),
+        ({"hidden_activation": "silu"}, "hidden_activation .*gelu_pytorch_tanh"),
+        ({"per_layer_config": {"4": {"sliding_window": 3}}}, "sliding_window .*absent: layers differ in head_dim"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type .*default or proportional"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 1.5}}}, "partial_rotary_factor .*at most 1"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_global_key_value_heads .*a divisor of"),
+    ],
+)
+def test_keys_of_gemma_4_are_refused_by_name(tmp_path: Path, keys: dict[str, Any], complaint: str) -> None:
+    config = READ["Gemma 4 E2B"][0]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": {**config["text_config"], **keys}}))
+    with pytest.raises(UnsupportedModel, match=complaint):
+        read_spec(tmp_path)

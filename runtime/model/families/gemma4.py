@@ -1,0 +1,208 @@
+"""Gemma 4: five of six layers slide, full layers have larger heads, and the last layers may read the keys and values of
+earlier ones. Small models have embeddings of their own for each layer, one model has a mixture of experts beside the
+MLP.
+
+In a checkpoint with images (`Gemma4ForConditionalGeneration`) this is the text part; its towers are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ....kernels.ops import RoutingRule
+from ..config_json import (
+    MAX_EXPERTS,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    ConfigTable,
+    build_spec,
+    num_layers,
+    read_activation,
+    windows_by_type,
+)
+from ..spec import Activation, DecoderSpec, Experts, LinearScaling, Rope, TensorNames
+from .family import Family
+
+NAMES = TensorNames(
+    mlp_norm="pre_feedforward_layernorm",
+    router="router.proj",
+    expert_gate_up=("experts.gate_up_proj",),
+    expert_down="experts.down_proj",
+)
+DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class; checkpoints leave out keys with default values
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+}
+UNIFIED_DEFAULTS = {"max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+ROPES: dict[str, dict[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+FULL_EVERY = 6
+WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys outside text_config that also apply to the text part
+
+
+def read_gemma4(config: ConfigTable) -> DecoderSpec:
+    """Read a `Gemma4ForCausalLM`."""
+    unified = config.values.get("model_type") == "gemma4_unified_text"
+    config = config.with_defaults(DEFAULTS | (UNIFIED_DEFAULTS if unified else {}))
+    if config.values.get("use_bidirectional_attention") not in (None, "vision"):
+        raise config.refused("use_bidirectional_attention", 'null or "vision": attention among text is causal')
+    spec = build_spec(config, "gemma4", Rope(1.0))
+    layers = spec.num_layers
+    windows = _windows(config)
+    heads = tuple(_heads(config, layer, window == 0, spec) for layer, window in enumerate(windows))
+    sources = _sources(config, windows)
+    bias = config.flag("attention_bias", False)
+    tied = config.flag("attention_k_eq_v", False)
+    wide = config.flag("use_double_wide_mlp", False)
+    return replace(
+        spec,
+        windows=windows,
+        ropes=tuple(_rope(config, window == 0, each[1]) for window, each in zip(windows, heads, strict=True)),
+        kv_heads=heads,
+        kv_sources=sources,
+        values_are_keys=tuple(tied and window == 0 for window in windows),
+        intermediate_sizes=tuple(
+            spec.intermediate_size * (2 if wide and sources[layer] != layer else 1) for layer in range(layers)
+        ),
+        attention_scale=1.0,
+        qk_norm=True,
+        v_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        activation=_activation(config),
+        post_norms=True,
+        embedding_scale=spec.hidden_size**0.5,
+        round_embedding_scale=True,
+        logits_softcap=config.positive("final_logit_softcapping") if "final_logit_softcapping" in config else 0.0,
+        layer_scales=True,
+        layer_inputs=_layer_inputs(config, spec.vocab_size),
+        experts=_experts(config) if config.flag("enable_moe_block", False) else None,
+        names=NAMES,
+    )
+
+
+def read_gemma4_with_images(config: ConfigTable) -> DecoderSpec:
+    """Read the text part of a `Gemma4ForConditionalGeneration`."""
+    shared = {key: config.values[key] for key in WHOLE_MODEL if key in config}
+    return read_gemma4(config.table("text_config").with_defaults(shared))
+
+
+def _windows(config: ConfigTable) -> tuple[int, ...]:
+    """Return the window of each layer. The last layer is full, whatever config.json has, as in transformers."""
+    layers = num_layers(config)
+    window = config.integer("sliding_window", 1, MAX_POSITIONS)
+    if "layer_types" in config:
+        return (*windows_by_type(config, layers, window)[:-1], 0)
+    return tuple(0 if (layer + 1) % FULL_EVERY == 0 or layer + 1 == layers else window for layer in range(layers))
+
+
+def _heads(config: ConfigTable, layer: int, is_full: bool, spec: DecoderSpec) -> tuple[int, int]:
+    """Return the number and the size of a layer's KV heads.
+
+    `per_layer_config` has these of full layers where transformers 5 wrote the file; published files have one key each.
+    """
+    if "per_layer_config" in config:
+        own = config.table("per_layer_config").table(str(layer))
+        if unknown := own.values.keys() - {"head_dim", "num_key_value_heads"}:
+            raise own.refused(min(unknown), "absent: layers differ in head_dim and num_key_value_heads alone")
+        source, size, count = own, "head_dim", "num_key_value_heads"
+    elif is_full:
+        source, size, count = config, "global_head_dim", "num_global_key_value_heads"
+    else:
+        return spec.num_kv_heads, spec.head_dim
+    head_dim = source.integer(size, 2, MAX_HEAD_DIM, spec.head_dim)
+    if head_dim % 2:
+        raise source.refused(size, f"even, because rotary embedding turns pairs (here it is {head_dim})")
+    if source is config and not config.flag("attention_k_eq_v", False):
+        return spec.num_kv_heads, head_dim
+    kv_heads = source.integer(count, 1, MAX_HEADS, spec.num_kv_heads)
+    if spec.num_heads % kv_heads or spec.num_heads // kv_heads > MAX_GROUP:
+        allowed = f"a divisor of num_attention_heads ({spec.num_heads}), at most {MAX_GROUP} times smaller"
+        raise source.refused(count, allowed)
+    return kv_heads, head_dim
+
+
+def _sources(config: ConfigTable, windows: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layer whose keys and values each layer reads: of the last layers, the last one of their kind before.
+
+    Raises UnsupportedModel if there is no such layer.
+    """
+    layers = len(windows)
+    first = layers - config.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    stored = {window == 0: layer for layer, window in enumerate(windows[:first])}
+    if first < layers and not {window == 0 for window in windows[first:]} <= stored.keys():
+        raise config.refused("num_kv_shared_layers", "so low that an earlier layer of each kind stores keys and values")
+    return tuple(layer if layer < first else stored[window == 0] for layer, window in enumerate(windows))
+
+
+def _rope(config: ConfigTable, is_full: bool, head_dim: int) -> Rope:
+    kind = "full_attention" if is_full else "sliding_attention"
+    table = config.table("rope_parameters").table(kind).with_defaults(ROPES[kind])
+    theta = table.positive("rope_theta")
+    if theta <= 1:
+        raise table.refused("rope_theta", "above 1")
+    form = table.text("rope_type")
+    if form == "default":
+        return Rope(theta, dim=head_dim)
+    if form != "proportional":
+        raise table.refused("rope_type", "default or proportional")
+    pairs = int(table.positive("partial_rotary_factor", 1.0) * head_dim // 2)
+    if not 1 <= pairs <= head_dim // 2:
+        raise table.refused(
+            "partial_rotary_factor", f"at most 1, and rotate a pair of the {head_dim} elements of a head"
+        )
+    factor = table.positive("factor", 1.0)
+    return Rope(theta, None if factor == 1 else LinearScaling(factor), 2 * pairs, head_dim)
+
+
+def _activation(config: ConfigTable) -> Activation:
+    activation = read_activation(config, "hidden_activation")
+    if activation != "gelu_tanh":
+        raise config.refused("hidden_activation", '"gelu_pytorch_tanh"')
+    return activation
+
+
+def _layer_inputs(config: ConfigTable, vocab_size: int) -> int:
+    size = config.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 0)
+    if size and config.integer("vocab_size_per_layer_input", 1, 1 << 30, vocab_size) != vocab_size:
+        raise config.refused("vocab_size_per_layer_input", f"{vocab_size}, the vocab_size")
+    return size
+
+
+def _experts(config: ConfigTable) -> Experts:
+    num_experts = config.integer("num_experts", 1, MAX_EXPERTS)
+    return Experts(
+        num_experts=num_experts,
+        top_k=config.integer("top_k_experts", 1, num_experts),
+        intermediate_size=config.integer("moe_intermediate_size", 1, MAX_WIDTH),
+        rule=RoutingRule(normalized=True),
+        layers=(True,) * num_layers(config),
+        beside_mlp=True,
+        scales=True,
+    )
+
+
+GEMMA4 = Family(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), ("gemma4_text", "gemma4_unified_text"), read_gemma4)
+GEMMA4_WITH_IMAGES = Family(
+    ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+    ("gemma4", "gemma4_unified"),
+    read_gemma4_with_images,
+)
