@@ -300,7 +300,7 @@ def widen_q8_0(tensor: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; it must be one of llama, qwen2, qwen3, "),
+        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; it must be one of llama, arcee, qwen2, "),
         ({"general.architecture": 3}, "general.architecture is 3; it must be a string"),
         ({"qwen3.block_count": 0}, "qwen3.block_count is 0; it must be an integer from 1 to 1024"),
         ({"qwen3.block_count": "4"}, 'qwen3.block_count is "4"; it must be an integer'),
