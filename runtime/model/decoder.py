@@ -20,15 +20,15 @@ from .residual import add_branch, normed_input, normed_rows
 from .rope import Table, query_scales
 from .spec import DecoderSpec
 from .states import StateLayout
-from .weights.decoder_weights import (
+from .weights.delta_weights import DeltaWeights
+from .weights.latent_weights import LatentWeights
+from .weights.layer_weights import (
     AttentionWeights,
     ConvolutionWeights,
     DecoderWeights,
     LayerWeights,
     MlpWeights,
 )
-from .weights.delta_weights import DeltaWeights
-from .weights.latent_weights import LatentWeights
 from .weights.mamba_weights import MambaWeights
 from .weights.packing import Vector
 

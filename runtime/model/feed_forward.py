@@ -15,7 +15,7 @@ from .program import NormedValue, ProgramBuilder, Value, input_form
 from .program.values import F32, RoutingValue
 from .residual import add_branch, normed_rows
 from .spec import DecoderSpec
-from .weights.decoder_weights import (
+from .weights.layer_weights import (
     BesideWeights,
     ExpertWeights,
     LayerInputWeights,

@@ -20,7 +20,8 @@ from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_tables
 from .spec import DecoderSpec
 from .states import StateLayout, lay_out_states
-from .weights.decoder_weights import DecoderWeights, pack_weights
+from .weights.decoder_weights import pack_weights
+from .weights.layer_weights import DecoderWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...kernels.pack import PackedMatrix
 from .program import NormedValue, ProgramBuilder, RowForm, Value
 from .spec import DecoderSpec
-from .weights.decoder_weights import LayerWeights
+from .weights.layer_weights import LayerWeights
 from .weights.packing import Vector
 
 

@@ -11,7 +11,7 @@ from ..program import F32, Heads, HeadWeights, ProgramBuilder, RowForm, Value, i
 from ..rope import Table
 from ..spec import DecoderSpec
 from ..states import lay_out_states
-from ..weights.decoder_weights import DecoderWeights
+from ..weights.layer_weights import DecoderWeights
 from .mpnet import distance_bias
 from .spec import BertSpec, EncoderSpec, Projection
 from .weights import BertLayerWeights, BertWeights, EncoderWeights, NormWeights, ProjectionWeights

@@ -11,7 +11,8 @@ from ....kernels.ops import padded
 from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
 from ..spec import DecoderSpec
-from ..weights.decoder_weights import DecoderWeights, build_weights
+from ..weights.decoder_weights import build_weights
+from ..weights.layer_weights import DecoderWeights
 from ..weights.packing import (
     GROUP,
     MatrixPlan,

@@ -13,8 +13,9 @@ from quire.kernels.ops import Attention, CausalConv, GatedNorm, LinearRecurrence
 from quire.runtime.model import DecoderSpec, PackedModel, read_spec
 from quire.runtime.model.spec import GatedDelta
 from quire.runtime.model.states import lay_out_states
-from quire.runtime.model.weights.decoder_weights import LayerWeights, pack_weights
+from quire.runtime.model.weights.decoder_weights import pack_weights
 from quire.runtime.model.weights.delta_weights import DeltaWeights
+from quire.runtime.model.weights.layer_weights import LayerWeights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import load_file, save_file
 

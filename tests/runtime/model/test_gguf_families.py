@@ -13,7 +13,7 @@ from quire.kernels.pack import widen_blocks
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling, YarnScaling
-from quire.runtime.model.weights.decoder_weights import ExpertWeights
+from quire.runtime.model.weights.layer_weights import ExpertWeights
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 

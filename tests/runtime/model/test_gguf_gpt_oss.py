@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quire.runtime.common.errors import MissingTensor, UnsupportedModel
 from quire.runtime.model import pack_model, read_spec
-from quire.runtime.model.weights.decoder_weights import ExpertWeights
+from quire.runtime.model.weights.layer_weights import ExpertWeights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 
 from tests.support.families import GOLDENS

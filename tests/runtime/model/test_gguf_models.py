@@ -26,7 +26,8 @@ from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import GGUF_NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
-from quire.runtime.model.weights.decoder_weights import MlpWeights, plan_weights
+from quire.runtime.model.weights.decoder_weights import plan_weights
+from quire.runtime.model.weights.layer_weights import MlpWeights
 
 from tests.support.ggml import random_blocks
 from tests.support.gguf_files import (

@@ -18,14 +18,10 @@ from quire.runtime.common.errors import CorruptCheckpoint, ModelError, Unavailab
 from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, pack_model, read_spec
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
-from quire.runtime.model.weights.decoder_weights import (
-    ExpertWeights,
-    MlpWeights,
-    pack_weights,
-    plan_weights,
-)
+from quire.runtime.model.weights.decoder_weights import pack_weights, plan_weights
 from quire.runtime.model.weights.gguf import GGUFFile
 from quire.runtime.model.weights.gguf_checkpoint import GGUFCheckpoint
+from quire.runtime.model.weights.layer_weights import ExpertWeights, MlpWeights
 from quire.runtime.model.weights.mapped_file import MappedFile
 from quire.runtime.model.weights.paired_rows import PairedRows, Pairs
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint

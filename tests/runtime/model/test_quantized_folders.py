@@ -18,7 +18,8 @@ from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelE
 from quire.runtime.model import PackedModel, pack_model, plan_memory, read_spec
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import quantized
-from quire.runtime.model.weights.decoder_weights import ExpertWeights, LayerWeights, MlpWeights, plan_weights
+from quire.runtime.model.weights.decoder_weights import plan_weights
+from quire.runtime.model.weights.layer_weights import ExpertWeights, LayerWeights, MlpWeights
 from safetensors.numpy import load_file
 
 from tests.support.quantized_folders import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from quire.runtime.common.errors import MissingTensor, WrongTensor
 from quire.runtime.model import pack_model
-from quire.runtime.model.weights.decoder_weights import ExpertWeights
+from quire.runtime.model.weights.layer_weights import ExpertWeights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import save_file
 
