@@ -159,7 +159,7 @@ def wide_folder(tmp_path: Path) -> str:
 def test_a_model_in_this_process_takes_the_planned_memory(wide_folder: str, is_wide: bool) -> None:
     """Engine and tokenizer, within 5 %."""
     model = wide_folder if is_wide else ""
-    assert measured_bytes(model, "q8", "bf16") == pytest.approx(planned_bytes(model, "q8", "bf16"), rel=0.05)
+    assert measured_bytes(model, "q8", "bf16", 8) == pytest.approx(planned_bytes(model, "q8", "bf16", 8), rel=0.05)
 
 
 def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:

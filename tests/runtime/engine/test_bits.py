@@ -75,7 +75,7 @@ def test_another_form_of_q8_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_build_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = id_of()
-    monkeypatch.setattr(bits, "version", lambda _: "9.9")
+    monkeypatch.setattr(bits, "_version", lambda: "9.9")
     assert id_of() != before
 
 

@@ -20,7 +20,7 @@ from quire.runtime.engine.preparing import PromptPreparer
 async def test_images_of_prompts_are_decoded_one_after_the_other_beside_texts() -> None:
     """Each decoded image takes much memory."""
     decoding: list[str] = []
-    release = threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     class Texts:
         """Renders and encodes chats; an image is being decoded until the test releases it."""
@@ -31,6 +31,7 @@ async def test_images_of_prompts_are_decoded_one_after_the_other_beside_texts() 
         def encode_chat(self, chat: Any, files: tuple[bytes, ...]) -> tuple[tuple[int, ...], tuple[()]]:
             if files:
                 decoding.append(chat.text)
+                started.set()
                 release.wait(10)
             return (1, 2), ()
 
@@ -44,6 +45,7 @@ async def test_images_of_prompts_are_decoded_one_after_the_other_beside_texts() 
     texts: Any = Texts()
     preparer = PromptPreparer(texts, MagicMock(), frozenset())
     images = [prepare("first", b"file"), prepare("second", b"file")]
+    await asyncio.to_thread(started.wait, 10)
     for _ in range(2 * NUM_THREADS):
         assert (await prepare("text")).token_ids == (1, 2)
     assert decoding == ["first"]

@@ -33,6 +33,9 @@ class FakeSpec:
     def attention_kinds(self) -> list[tuple[int, tuple[int, int]]]:
         return [(window, (2, 32)) for window in self.windows]
 
+    def pair_ops(self, head_dim: int) -> int:
+        return 2 * self.num_heads * 2 * head_dim
+
 
 @dataclass
 class FakeCapacity:
