@@ -205,7 +205,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     isa: str
     threads: int
     threads_reason: str
-    eos_token_ids: frozenset[int] = frozenset()  # ids from config.json and generation_config.json
+    eos_token_ids: frozenset[int] = frozenset()  # ids from config.json; the text processor has others
     num_processes: int = 0  # engine processes; 0: the core runs in this process
     fingerprint: str = ""  # the bits id
     encoder: EncoderInfo | None = None

@@ -26,7 +26,7 @@ MAX_EXPERTS = 1024  # QUIRE_MAX_EXPERTS of the kernels
 MAX_VOCAB = 1 << 22
 ROUTING_EPS = 1e-20  # epsilon of the sum of the chosen experts' scores
 MAX_POSITIONS = 1 << 27
-MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD of the kernels
+MAX_HEAD_DIM = 512  # largest head of a family but latent keys
 MAX_GROUP = 64  # QUIRE_TILE of the kernels: the query heads of one KV head share a tile
 
 

@@ -1,7 +1,7 @@
 """DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash: latent attention, and many small experts with shared ones beside them.
 
-The first layers have an MLP. V2's router has a softmax; that of the others has sigmoids and a bias for the choice, and
-V3's experts may be in groups. Models of Moonshot AI with these architectures (Moonlight, Kimi K2) are read as V3.
+The first layers have an MLP. V2's router has a softmax. The other routers have sigmoids and a bias for the choice,
+and V3's experts may be in groups. Models of Moonshot AI with these architectures (Moonlight, Kimi K2) are read as V3.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from ....kernels.ops import BLOCK, RoutingRule
 from ..config_json import (
     MAX_EXPERTS,
+    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
@@ -62,9 +63,11 @@ V3_DEFAULTS: dict[str, Any] = V2_DEFAULTS | {
     "n_group": 8,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
+    "norm_topk_prob": True,
     "num_attention_heads": 128,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 61,
+    "rope_interleave": True,
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
     "vocab_size": 129_280,
@@ -108,7 +111,7 @@ def read_deepseek_v3(config: ConfigTable) -> DecoderSpec:
     config = _with_defaults(config, V3_DEFAULTS)
     dense = config.integer("first_k_dense_replace", 0, MAX_LAYERS)
     layers = tuple(layer >= dense for layer in range(num_layers(config)))
-    return _build(config, "deepseek_v3", _sigmoid_rule(config), layers, config.flag("rope_interleave", True))
+    return _build(config, "deepseek_v3", _sigmoid_rule(config), layers, config.flag("rope_interleave", False))
 
 
 def read_glm4_moe_lite(config: ConfigTable) -> DecoderSpec:
@@ -119,15 +122,15 @@ def read_glm4_moe_lite(config: ConfigTable) -> DecoderSpec:
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
         raise config.refused("mlp_layer_types", f"{count} times dense or sparse")
     layers = tuple(kind == "sparse" for kind in kinds)
-    return _build(config, "glm4_moe_lite", _sigmoid_rule(config), layers, config.flag("rope_interleave", True))
+    return _build(config, "glm4_moe_lite", _sigmoid_rule(config), layers, config.flag("rope_interleave", False))
 
 
 def _with_defaults(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable:
-    """Return config.json with `head_dim` as the rotary embedding of these families has it."""
+    """Return config.json with defaults, and with the heads that `build_spec` reads: those of the rotary embedding."""
     # null is a value of q_lora_rank: queries are products of the layer's input
     given = {"q_lora_rank": 0} if config.values.get("q_lora_rank", 0) is None else {}
     merged = ConfigTable({**config.values, **given}, config.where, config.source, config.names).with_defaults(defaults)
-    rotated = merged.integer("qk_rope_head_dim", 2, MAX_KEY)
+    rotated = merged.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
     heads = merged.integer("num_attention_heads", 1, MAX_HEADS)
     values = {**merged.values, "head_dim": rotated, "num_key_value_heads": heads}
     return ConfigTable(values, merged.where, merged.source, merged.names)
@@ -136,7 +139,7 @@ def _with_defaults(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable
 def _sigmoid_rule(config: ConfigTable) -> RoutingRule:
     groups = config.integer("n_group", 1, MAX_EXPERTS, 1)
     return RoutingRule(
-        normalized=config.flag("norm_topk_prob", True),
+        normalized=config.flag("norm_topk_prob", False),
         sigmoid=True,
         groups=groups,
         kept_groups=config.integer("topk_group", 1, groups, 1),
@@ -207,6 +210,8 @@ def _read_experts(config: ConfigTable, rule: RoutingRule, layers: tuple[bool, ..
             "topk_group of them",
         )
     shared = config.integer("n_shared_experts", 0, MAX_EXPERTS, 0)
+    if shared * experts.intermediate_size > MAX_WIDTH:
+        raise config.refused("n_shared_experts", f"such that shared experts have at most {MAX_WIDTH} columns")
     return replace(
         experts,
         rule=rule,
@@ -256,18 +261,22 @@ def _derive(config: ConfigTable) -> Mapping[str, Any]:
     rotated = config.integer("head_dim", 2, MAX_KEY)
     query_dim = config.integer("query_dim", rotated + 1, MAX_KEY)
     layers = num_layers(config) - config.integer("next_tokens", 0, num_layers(config) - 1, 0)
-    given = config.values["scoring_func"]
+    given = config.integer("scoring_func", 0, 1 << 30, 1)
     derived: dict[str, Any] = {
         "num_hidden_layers": layers,
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": query_dim - rotated,
-        "norm_topk_prob": bool(config.values["norm_topk_prob"]),
-        "scoring_func": {None: "softmax", 1: "softmax", SIGMOID: "sigmoid"}.get(given, f"{given}"),
-        "first_k_dense_replace": config.values["first_k_dense_replace"] or 0,
-    } | {key: config.values[key] or 1 for key in ("n_group", "topk_group") if key in config.values}
-    scaling = dict(config.values["rope_scaling"])
-    if (multiplier := scaling.pop("log_multiplier", None)) is not None:
-        scaling["mscale"] = scaling["mscale_all_dim"] = multiplier / YARN_MULTIPLIER
+        "norm_topk_prob": config.flag("norm_topk_prob", False),
+        "scoring_func": {1: "softmax", SIGMOID: "sigmoid"}.get(given, f"{given}"),
+        "first_k_dense_replace": config.integer("first_k_dense_replace", 0, MAX_LAYERS, 0),
+    }
+    for key in ("n_group", "topk_group"):
+        if key in config.values:
+            derived[key] = config.integer(key, 0, MAX_EXPERTS, 0) or 1
+    given_scaling = config.table("rope_scaling")
+    scaling = {key: value for key, value in given_scaling.values.items() if key != "log_multiplier"}
+    if "log_multiplier" in given_scaling:
+        scaling["mscale"] = scaling["mscale_all_dim"] = given_scaling.positive("log_multiplier") / YARN_MULTIPLIER
     return {**derived, "rope_scaling": scaling}
 
 

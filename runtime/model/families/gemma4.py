@@ -16,6 +16,7 @@ from ..config_json import (
     MAX_GROUP,
     MAX_HEAD_DIM,
     MAX_HEADS,
+    MAX_LAYERS,
     MAX_POSITIONS,
     MAX_WIDTH,
     ConfigTable,
@@ -55,7 +56,6 @@ ROPES: dict[str, dict[str, Any]] = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 FULL_EVERY = 6
-WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys outside text_config that also apply to the text part
 
 
 def read_gemma4(config: ConfigTable) -> DecoderSpec:
@@ -67,11 +67,16 @@ def read_gemma4(config: ConfigTable) -> DecoderSpec:
     spec = build_spec(config, "gemma4", Rope(1.0))
     layers = spec.num_layers
     windows = _windows(config)
-    heads = tuple(_heads(config, layer, window == 0, spec) for layer, window in enumerate(windows))
+    own = _own_heads(config, layers)
+    heads = tuple(_heads(config, own.get(layer), window == 0, spec) for layer, window in enumerate(windows))
     sources = _sources(config, windows)
+    if any(heads[layer] != heads[source] for layer, source in enumerate(sources)):
+        raise config.refused("num_kv_shared_layers", "such that layers read those with as many KV heads of their size")
     bias = config.flag("attention_bias", False)
     tied = config.flag("attention_k_eq_v", False)
     wide = config.flag("use_double_wide_mlp", False)
+    if wide and 2 * spec.intermediate_size > MAX_WIDTH:
+        raise config.refused("intermediate_size", f"at most {MAX_WIDTH // 2} with use_double_wide_mlp")
     return replace(
         spec,
         windows=windows,
@@ -101,8 +106,12 @@ def read_gemma4(config: ConfigTable) -> DecoderSpec:
 
 def read_gemma4_with_images(config: ConfigTable) -> DecoderSpec:
     """Read the text part of a `Gemma4ForConditionalGeneration`."""
-    shared = {key: config.values[key] for key in WHOLE_MODEL if key in config}
-    return read_gemma4(config.table("text_config").with_defaults(shared))
+    text = config.table("text_config")
+    # Embeddings are tied by the whole model's key, whatever text_config has, as in transformers.
+    whole: dict[str, Any] = {"tie_word_embeddings": config.flag("tie_word_embeddings", True)}
+    if "eos_token_id" not in text and "eos_token_id" in config:
+        whole["eos_token_id"] = config.values["eos_token_id"]
+    return read_gemma4(ConfigTable({**text.values, **whole}, text.where, text.source, text.names))
 
 
 def _windows(config: ConfigTable) -> tuple[int, ...]:
@@ -114,17 +123,28 @@ def _windows(config: ConfigTable) -> tuple[int, ...]:
     return tuple(0 if (layer + 1) % FULL_EVERY == 0 or layer + 1 == layers else window for layer in range(layers))
 
 
-def _heads(config: ConfigTable, layer: int, is_full: bool, spec: DecoderSpec) -> tuple[int, int]:
+def _own_heads(config: ConfigTable, layers: int) -> dict[int, ConfigTable]:
+    """Return the objects of `per_layer_config` by layer. Its keys are numbers of layers, with leading zeros or not."""
+    table = config.table("per_layer_config")
+    own: dict[int, ConfigTable] = {}
+    for key in table.values:
+        layer = int(key) if key.isascii() and key.isdecimal() and len(key) <= len(str(MAX_LAYERS)) else layers
+        if layer >= layers or layer in own:
+            raise table.refused(key, f"absent: a key is the number of one of {layers} layers, once")
+        own[layer] = table.table(key)
+        if unknown := own[layer].values.keys() - {"head_dim", "num_key_value_heads"}:
+            raise own[layer].refused(min(unknown), "absent: layers differ in head_dim and num_key_value_heads alone")
+    return own
+
+
+def _heads(config: ConfigTable, own: ConfigTable | None, is_full: bool, spec: DecoderSpec) -> tuple[int, int]:
     """Return the number and the size of a layer's KV heads.
 
-    `per_layer_config` has these of full layers where transformers 5 wrote the file; published files have one key each.
+    A layer has `own` keys where transformers 5 wrote the file; published files have one key for all full layers.
     """
-    if "per_layer_config" in config:
-        own = config.table("per_layer_config").table(str(layer))
-        if unknown := own.values.keys() - {"head_dim", "num_key_value_heads"}:
-            raise own.refused(min(unknown), "absent: layers differ in head_dim and num_key_value_heads alone")
+    if own is not None:
         source, size, count = own, "head_dim", "num_key_value_heads"
-    elif is_full:
+    elif is_full and "per_layer_config" not in config:
         source, size, count = config, "global_head_dim", "num_global_key_value_heads"
     else:
         return spec.num_kv_heads, spec.head_dim
@@ -155,11 +175,13 @@ def _sources(config: ConfigTable, windows: tuple[int, ...]) -> tuple[int, ...]:
 
 def _rope(config: ConfigTable, is_full: bool, head_dim: int) -> Rope:
     kind = "full_attention" if is_full else "sliding_attention"
-    table = config.table("rope_parameters").table(kind).with_defaults(ROPES[kind])
+    if "rope_parameters" not in config:
+        config = ConfigTable({"rope_parameters": ROPES}, config.where, config.source, config.names)
+    table = config.table("rope_parameters").table(kind)
     theta = table.positive("rope_theta")
     if theta <= 1:
         raise table.refused("rope_theta", "above 1")
-    form = table.text("rope_type")
+    form = table.text("rope_type", "default")
     if form == "default":
         return Rope(theta, dim=head_dim)
     if form != "proportional":
@@ -184,6 +206,8 @@ def _layer_inputs(config: ConfigTable, vocab_size: int) -> int:
     size = config.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 0)
     if size and config.integer("vocab_size_per_layer_input", 1, 1 << 30, vocab_size) != vocab_size:
         raise config.refused("vocab_size_per_layer_input", f"{vocab_size}, the vocab_size")
+    if size * num_layers(config) > MAX_WIDTH:
+        raise config.refused("hidden_size_per_layer_input", f"such that all layers have at most {MAX_WIDTH} columns")
     return size
 
 

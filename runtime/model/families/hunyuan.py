@@ -42,7 +42,10 @@ def _read_rope(config: ConfigTable) -> Rope:
         raise config.refused("head_dim", f"at least 4 beside {table.where}alpha")
     plain = ConfigTable({**table.values, "rope_type": "default"}, table.where, table.source, table.names)
     rope = rope_of(config, plain)
-    stretch = Decimal(table.positive("alpha")) ** (Decimal(head_dim) / (head_dim - 2))
+    alpha = table.positive("alpha")
+    if alpha < 1:
+        raise table.refused("alpha", "at least 1: it stretches the base of the rotary embedding")
+    stretch = Decimal(alpha) ** (Decimal(head_dim) / (head_dim - 2))
     return replace(rope, theta=float(Decimal(rope.theta) * stretch))
 
 

@@ -20,6 +20,7 @@ from ....kernels.ops import (
     ROWS_IN_CACHE,
     DType,
     ExpertLinear,
+    HeadLinear,
     Linear,
     WeightDtype,
     padded,
@@ -32,6 +33,7 @@ from ..bench import Roofline
 from ..bench.work import chosen_experts, visible_pairs
 from .threads import THREAD_READ, busy_share, finish_seconds, start_seconds
 
+LinearLayer = Linear | ExpertLinear | HeadLinear
 StepCost = Callable[[StepPlan], float]  # the seconds that executing a step takes
 
 WEIGHTS_READ = 0.88  # share of the read bandwidth: one user decodes
@@ -154,8 +156,9 @@ class LayerCost:
 
 def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> RooflineCost:
     """Return the cost of steps on a machine with this roofline, from the program that would run there."""
-    linears = [op for op in capacity.memory.program.ops if isinstance(op, Linear)]
+    lm_heads = [op for op in capacity.memory.program.ops if isinstance(op, Linear) and op.maxima is not None]
     experts = [op for op in capacity.memory.program.ops if isinstance(op, ExpertLinear)]
+    dense = [op for op in capacity.memory.program.ops if isinstance(op, (Linear, HeadLinear))]
     layout = capacity.layout
     read_s = 1 / layout.page_size / (KV_READ * roofline.read_bytes_per_s)  # per byte of a slot
     dtype = QUERY_DTYPES[layout.dtype]
@@ -165,10 +168,10 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     max_read_share = max(1.0, threads * THREAD_READ / roofline.read_bytes_per_s)
     return RooflineCost(
         step_s=start_seconds(threads) + ops * finish_seconds(threads),
-        weights_s=sum(_read_seconds(op, roofline, threads, max_read_share) for op in linears),
-        linears=_linear_costs((op for op in linears if op.maxima is None), roofline),
+        weights_s=sum(_read_seconds(op, roofline, threads, max_read_share) for op in dense),
+        linears=_linear_costs((op for op in dense if isinstance(op, HeadLinear) or op.maxima is None), roofline),
         experts=_experts_costs(experts, roofline, threads, max_read_share),
-        head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],
+        head=_linear_costs(lm_heads, roofline)[0],
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
             LayerCost(window, count * layout.slot_bytes(heads) * read_s, count * spec.pair_ops(heads[1]) * pair_s)
@@ -181,24 +184,32 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     )
 
 
-def num_blocks(op: Linear | ExpertLinear) -> int:
+def num_blocks(op: LinearLayer) -> int:
     """Return the blocks of 32 output columns that the threads share; a block of SwiGLU has 32 of gate and 32 of up."""
-    return padded(_weight(op).out_features) // BLOCK // (2 if op.epilogue in GATED else 1)
+    blocks = padded(_weight(op).out_features) // BLOCK
+    if isinstance(op, HeadLinear):
+        return blocks * len(op.weights)
+    return blocks // (2 if op.epilogue in GATED else 1)
 
 
-def _weight(op: Linear | ExpertLinear) -> PackedMatrix:
-    """Return the weight of a linear layer, or of one of its experts."""
+def _weight(op: LinearLayer) -> PackedMatrix:
+    """Return the weight of a linear layer, or of one of its experts or heads."""
     return op.weight if isinstance(op, Linear) else op.weights[0]
 
 
-def _read_seconds(op: Linear | ExpertLinear, roofline: Roofline, threads: int, max_read_share: float) -> float:
+def _matrices_per_row(op: LinearLayer) -> int:
+    """Return the matrices that a row is multiplied by: those of all heads, or one, also of each expert."""
+    return len(op.weights) if isinstance(op, HeadLinear) else 1
+
+
+def _read_seconds(op: LinearLayer, roofline: Roofline, threads: int, max_read_share: float) -> float:
     weight = _weight(op)
-    nbytes = packed_nbytes(weight.out_features, weight.in_features, weight.ranges, weight.group)
+    nbytes = packed_nbytes(weight.out_features, weight.in_features, weight.ranges, weight.group) * _matrices_per_row(op)
     read_share = min(1.0, busy_share(num_blocks(op), threads) * max_read_share)
     return nbytes / (WEIGHTS_READ * read_share * roofline.read_bytes_per_s)
 
 
-def _linear_costs(linears: Iterable[Linear], roofline: Roofline) -> tuple[LinearCost, ...]:
+def _linear_costs(linears: Iterable[Linear | HeadLinear], roofline: Roofline) -> tuple[LinearCost, ...]:
     row_s: dict[int, float] = {}  # number of blocks -> seconds
     for op in linears:
         row_s[num_blocks(op)] = row_s.get(num_blocks(op), 0.0) + _row_seconds(op, roofline)
@@ -217,11 +228,11 @@ def _experts_costs(
     return tuple(ExpertsCost(*shape, *both) for shape, both in sorted(seconds.items()))
 
 
-def _row_seconds(op: Linear | ExpertLinear, roofline: Roofline) -> float:
+def _row_seconds(op: LinearLayer, roofline: Roofline) -> float:
     """Return the seconds of the arithmetic of one row, if all threads work."""
     weight = _weight(op)
     peaks = {dtype: LINEAR_PEAK[dtype] * peak for dtype, peak in roofline.peak_ops_per_s.items()}
-    return sum(
+    return _matrices_per_row(op) * sum(
         2 * columns * weight.in_features * ARITHMETIC.get(dtype, 1.0) / peaks[INPUT_DTYPES[dtype]]
         for columns, dtype in weight.ranges
     )

@@ -719,6 +719,11 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "rope_scaling.alpha is -1"),
         (
             "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": 1e-9}},
+            "alpha is 1e-09; it must be at least 1",
+        ),
+        (
+            "hunyuan_v1_dense",
             {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50}},
             "head_dim is 2; it must be at least 4",
         ),

@@ -35,6 +35,12 @@ def text_of(architecture: str, *sizes: int, **keys: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "text_config": {**dict(zip(SIZES, sizes, strict=True)), **keys}}
 
 
+def both_ropes(**full: Any) -> dict[str, Any]:
+    """Return Gemma 4's `rope_parameters` with these keys for full layers."""
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    return {"rope_parameters": {"sliding_attention": sliding, "full_attention": {"rope_theta": 1e6, **full}}}
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -468,6 +474,23 @@ def test_layers_of_gemma_4_e2b_read_the_last_layer_of_their_kind_that_stores(tmp
     ]
 
 
+def test_layers_of_gemma_4_have_the_heads_that_transformers_5_writes(tmp_path: Path) -> None:
+    """Numbers of layers have leading zeros there; a table of RoPE that is given has no defaults of Gemma's."""
+    config = READ["Gemma 4 E2B"][0]
+    keys = {
+        "per_layer_config": {f"{layer:02}": {"head_dim": 512} for layer in range(4, 35, 5)},
+        **both_ropes(rope_type="proportional"),
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "text_config": {**config["text_config"], "tie_word_embeddings": False, **keys}})
+    )
+    spec = read_spec(tmp_path)
+    assert [size for _, size in spec.kv_heads] == [256, 256, 256, 256, 512] * 7
+    assert spec.ropes[4] is not None
+    assert (spec.ropes[4].theta, spec.ropes[4].dim) == (1_000_000.0, 512)
+    assert spec.tie_embeddings, "as the whole model has it"
+
+
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
@@ -476,9 +499,16 @@ def test_layers_of_gemma_4_e2b_read_the_last_layer_of_their_kind_that_stores(tmp
         ({"global_head_dim": 511}, "global_head_dim .*even"),
         ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input .*262144, the vocab_size"),
         ({"hidden_activation": "silu"}, "hidden_activation .*gelu_pytorch_tanh"),
-        ({"per_layer_config": {"4": {"sliding_window": 3}}}, "sliding_window .*absent: layers differ in head_dim"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type .*default or proportional"),
-        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 1.5}}}, "partial_rotary_factor .*at most 1"),
+        ({"per_layer_config": {"04": {"sliding_window": 3}}}, "sliding_window .*absent: layers differ in head_dim"),
+        ({"per_layer_config": {"35": {}}}, "per_layer_config.35 .*a key is the number of one of 35 layers, once"),
+        ({"per_layer_config": {"4": {}, "04": {}}}, "per_layer_config.04 .*a key is the number of one of 35 layers"),
+        ({"per_layer_config": {"9" * 5000: {}}}, "a key is the number of one of 35 layers"),
+        ({"per_layer_config": {"14": {"head_dim": 512}}}, "num_kv_shared_layers .*with as many KV heads of their size"),
+        ({"rope_parameters": {}}, "rope_parameters.sliding_attention.rope_theta is missing"),
+        (both_ropes(rope_type="yarn"), "rope_type .*default or proportional"),
+        (both_ropes(rope_type="proportional", partial_rotary_factor=1.5), "partial_rotary_factor .*at most 1"),
+        ({"intermediate_size": 1 << 20}, "intermediate_size .*at most 524288 with use_double_wide_mlp"),
+        ({"hidden_size_per_layer_input": 1 << 15}, "hidden_size_per_layer_input .*such that all layers have at most"),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "num_global_key_value_heads .*a divisor of"),
     ],
 )

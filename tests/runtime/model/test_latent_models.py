@@ -64,6 +64,15 @@ def test_pairs_of_rows_half_a_part_apart_are_read_where_config_json_says_so(
     np.testing.assert_array_equal(plain[:, order], paired)
 
 
+def test_null_is_false_as_in_transformers(model_folder: Callable[..., Path]) -> None:
+    keys = {"rope_interleave": None, "norm_topk_prob": None}
+    spec = read_spec(model_folder("deepseek_v3", lambda config: config.update(keys)))
+    assert spec.latent is not None
+    assert spec.experts is not None
+    assert not spec.latent.neighboring_pairs
+    assert not spec.experts.rule.normalized
+
+
 def queries(folder: Path) -> Any:
     """Return the projection of queries of the first layer."""
     mixer = pack_model(folder, "f32").weights.layers[0].mixer
@@ -86,7 +95,13 @@ def queries(folder: Path) -> Any:
         ("deepseek_v3", {"kv_lora_rank": 1024}, "kv_lora_rank is 1024; it must be an integer from 32 to 992"),
         ("deepseek_v3", {"v_head_dim": 40}, "v_head_dim is 40; it must be a multiple of 32"),
         ("deepseek_v3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15; it must be even"),
+        ("deepseek_v3", {"qk_rope_head_dim": 600}, "qk_rope_head_dim is 600; it must be an integer from 2 to 512"),
         ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank is -1"),
+        (
+            "deepseek_v3",
+            {"n_shared_experts": 1024, "moe_intermediate_size": 1 << 20},
+            "n_shared_experts is 1024; it must be such that shared experts have at most 1048576 columns",
+        ),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types is .* 3 times dense or sparse"),
         ("glm4_moe_lite", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7"),
     ],
@@ -116,6 +131,15 @@ def test_a_tensor_of_latents_with_another_shape_is_refused(model_folder: Callabl
         ("deepseek_v2", {"deepseek2.attention.key_length_mla": 16}, {}, "deepseek2.attention.key_length_mla is 16"),
         ("deepseek_v2", {"deepseek2.expert_group_count": 4}, {}, "deepseek2.expert_group_count"),
         ("deepseek_v2", {"deepseek2.expert_gating_func": 3}, {}, "deepseek2.expert_gating_func is"),
+        ("deepseek_v2", {"deepseek2.expert_gating_func": [2]}, {}, r"deepseek2.expert_gating_func is \[2\]"),
+        (
+            "deepseek_v2",
+            {"deepseek2.rope.scaling.yarn_log_multiplier": "0.1"},
+            {},
+            'yarn_log_multiplier is "0.1"; it must be a number',
+        ),
+        ("deepseek_v3", {"deepseek2.expert_weights_norm": "yes"}, {}, "expert_weights_norm is .*; it must be true or"),
+        ("deepseek_v3", {"deepseek2.expert_group_count": [4]}, {}, "expert_group_count is .*; it must be an integer"),
         ("deepseek_v2", {"deepseek2.attention.kv_lora_rank": 96}, {}, "attn_kv_a_mqa.weight"),
         ("deepseek_v3", {"deepseek2.expert_gating_func": None}, {}, "deepseek2.expert_(group_count|weights_norm)"),
         ("deepseek_v3", {"deepseek2.leading_dense_block_count": 3}, {}, "blk.1.ffn_gate.weight"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Experts
 from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.simulation import NoisyCost, RooflineCost, given_roofline, roofline_cost
-from quire.runtime.tools.simulation.cost import ExpertsCost, LayerCost
+from quire.runtime.tools.simulation.cost import WEIGHTS_READ, ExpertsCost, LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
 
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
@@ -69,6 +71,18 @@ def test_ggufs_types_are_as_fast_as_measured(kind: str, decode: tuple[float, ...
     for users, tokens_per_s in zip((1, 8, 32), decode, strict=True):
         assert users / cost(plan(*[(144, 1, 1)] * users)) == pytest.approx(tokens_per_s, rel=0.15)
     assert 512 / cost(plan(*[(0, 128, 1)] * 4)) == pytest.approx(prefill, rel=0.1)
+
+
+def test_the_absorbed_matrices_of_latent_attention_are_read(tmp_path: Path) -> None:
+    """They are the tensors of three axes here. All matrices are read but the embedding."""
+    config = {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "hidden_size": 2048}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 16, "first_k_dense_replace": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    spec = read_spec(tmp_path)
+    shapes = [shape for name, shape in expected_tensors(spec) if len(shape) > 1 and "embed" not in name]
+    assert [shape for shape in shapes if len(shape) == 3] == [(16, 512, 128), (16, 128, 512)] * 2
+    read_s = 4 * sum(math.prod(shape) for shape in shapes) / (WEIGHTS_READ * 34.5e9)
+    assert cost_of(spec, "f32").weights_s == pytest.approx(read_s, rel=0.01)
 
 
 def test_reading_the_weights_hides_the_arithmetic_of_few_rows(cost: RooflineCost) -> None:
