@@ -90,10 +90,13 @@ QUANTIZED: dict[str, tuple[Mapping[str, Any], Make]] = {
     "int8": (COMPRESSED, int8()),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8((16, 32), name="weight_scale_inv")),
 }
-WITH_MATRICES = (  # goldens of families
+WITH_FILES = (  # goldens of families that have GGUF files
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("arcee", "cohere", "cohere2", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2"),
+    *("deepseek_v2", "deepseek_v3"),
 )
+FOLDERS_ONLY = ("gemma4", "gemma4_dense", "gemma4_moe", "glm4_moe_lite", "granite_swa", "olmo_hybrid")  # goldens
 FAMILIES: dict[str, dict[str, Any]] = {  # family -> content of its files beyond Llama's
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen3_moe": {
@@ -252,7 +255,7 @@ def make_seeds(folder: Path) -> list[Seed]:
         seeds.append(_gguf_seed(write(folder / f"{family}.gguf", {**describe(other), **VOCABULARY}, tensors), tensors))
     for family in ("lfm2", "lfm2_moe"):
         seeds.extend(_seeds_of_folder(folder / f"source-{family}", family))
-    for family in (*WITH_MATRICES, "olmo_hybrid"):
+    for family in (*WITH_FILES, *FOLDERS_ONLY):
         seeds.extend(_seeds_of_golden(folder, family))
     return [
         *seeds,
@@ -284,10 +287,10 @@ def _copied_golden(folder: Path, family: str) -> Path:
 
 
 def _seeds_of_golden(folder: Path, family: str) -> Iterator[Seed]:
-    """Yield seeds of a family with recurrent states: its folder, and its GGUF file if llama.cpp has such files."""
+    """Yield seeds of a family: its folder, and its GGUF file if Quire reads such files."""
     golden = _copied_golden(folder, family)
     yield from _seeds_of_folder(golden, family)
-    if family not in WITH_MATRICES:
+    if family not in WITH_FILES:
         return
     changed = folder / f"changed-{family}"
     shutil.copytree(golden, changed)

@@ -127,6 +127,8 @@ def read_glm4_moe_lite(config: ConfigTable) -> DecoderSpec:
 
 def _with_defaults(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable:
     """Return config.json with defaults, and with the heads that `build_spec` reads: those of the rotary embedding."""
+    if config.values.get("q_lora_rank") == 0:
+        raise config.refused("q_lora_rank", "null or at least 1")
     # null is a value of q_lora_rank: queries are products of the layer's input
     given = {"q_lora_rank": 0} if config.values.get("q_lora_rank", 0) is None else {}
     merged = ConfigTable({**config.values, **given}, config.where, config.source, config.names).with_defaults(defaults)

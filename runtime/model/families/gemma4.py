@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class; checkpoi
     "sliding_window": 512,
     "global_head_dim": 512,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
 }
 UNIFIED_DEFAULTS = {"max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 ROPES: dict[str, dict[str, Any]] = {

@@ -97,6 +97,7 @@ def queries(folder: Path) -> Any:
         ("deepseek_v3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15; it must be even"),
         ("deepseek_v3", {"qk_rope_head_dim": 600}, "qk_rope_head_dim is 600; it must be an integer from 2 to 512"),
         ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank is -1"),
+        ("deepseek_v2", {"q_lora_rank": 0}, "q_lora_rank is 0; it must be null or at least 1"),
         (
             "deepseek_v3",
             {"n_shared_experts": 1024, "moe_intermediate_size": 1 << 20},
