@@ -50,6 +50,7 @@ HYBRID: dict[str, Any] = {
     "global_head_dim": 32,
     "num_kv_shared_layers": 4,
     "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 307,
 }
 
 
