@@ -210,9 +210,7 @@ def read_experts_in_groups(config: ConfigTable, layers: tuple[bool, ...]) -> Exp
     experts = read_experts(config, "n_routed_experts", "moe_intermediate_size", normalized=normalized, layers=layers)
     groups = config.integer("n_group", 1, MAX_EXPERTS)
     if experts.num_experts % groups or (groups > 1 and experts.num_experts < 2 * groups):
-        raise config.refused(
-            "n_group", f"such that groups have equal numbers of {experts.num_experts} experts, 2 or more"
-        )
+        raise config.refused("n_group", f"1, or groups of 2 or more of the {experts.num_experts} experts, all as large")
     kept = config.integer("topk_group", 1, groups)
     if kept * (experts.num_experts // groups) < experts.top_k:
         raise config.refused("topk_group", f"such that the groups have {experts.top_k} experts or more")
@@ -225,6 +223,20 @@ def read_experts_in_groups(config: ConfigTable, layers: tuple[bool, ...]) -> Exp
         scale=config.positive("routed_scaling_factor", 1.0),
     )
     return replace(experts, rule=rule, choice_bias=True)
+
+
+def shared_experts_size(config: ConfigTable, key: str, low: int, experts: Experts) -> int:
+    """Return the columns of the experts that compute every token, of which `key` has the number, at least `low`."""
+    size = experts.intermediate_size * config.integer(key, low, MAX_EXPERTS)
+    if size > MAX_WIDTH:
+        raise config.refused(key, f"such that shared experts have at most {MAX_WIDTH} columns")
+    return size
+
+
+def layers_after(config: ConfigTable, key: str) -> tuple[bool, ...]:
+    """Return which layers have experts: all but the first ones, of which `key` has the number."""
+    num_dense = config.integer(key, 0, MAX_LAYERS)
+    return tuple(layer >= num_dense for layer in range(num_layers(config)))
 
 
 def num_layers(config: ConfigTable) -> int:

@@ -292,6 +292,12 @@ class TensorNames:
     lm_head: str = "lm_head"
 
 
+SHARED_EXPERTS = TensorNames(  # names where several shared experts are stored as one
+    shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """A decoder with grouped-query attention and a gated MLP. Few families change a field with a default.

@@ -19,22 +19,27 @@ from ..config_json import (
     MAX_WIDTH,
     ConfigTable,
     build_spec,
+    layers_after,
     num_layers,
     read_experts,
+    read_experts_in_groups,
+    shared_experts_size,
 )
 from ..config_rope import read_rope, shared_rope_table, yarn_factor
 from ..gguf_config import KEYS, NEXT_TOKENS, SIGMOID, GGUFFormat
-from ..spec import DecoderSpec, Experts, Latent, TensorNames
+from ..spec import SHARED_EXPERTS, DecoderSpec, Experts, Latent
 from .family import Family
 
 MAX_KEY = 1024  # QUIRE_MAX_HEAD of the kernels
 NORM_EPS = 1e-6  # epsilon of the norms of latents, whatever rms_norm_eps is
 YARN_MULTIPLIER = 0.1  # GGUF files have mscale_all_dim times this number
-WEIGHTS_EPS = 1e-20  # added to the sum of a token's weights
-NAMES = TensorNames(
-    shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    shared_down="mlp.shared_experts.down_proj",
-)
+VALUES_OF_NULL: dict[str, Any] = {  # q_lora_rank 0: queries are products of the layer's input
+    "n_group": 1,
+    "norm_topk_prob": False,
+    "q_lora_rank": 0,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
 V2_DEFAULTS: dict[str, Any] = {  # defaults of transformers' config classes
     "eos_token_id": 2,
     "first_k_dense_replace": 0,
@@ -100,18 +105,20 @@ def read_deepseek_v2(config: ConfigTable) -> DecoderSpec:
         raise config.refused("topk_method", '"greedy": groups of experts by their largest score are unsupported')
     if config.flag("norm_topk_prob", False):
         raise config.refused("norm_topk_prob", "false: the weights of V2's experts are not normalized")
-    scale = config.positive("routed_scaling_factor", 1.0)
-    dense = config.integer("first_k_dense_replace", 0, MAX_LAYERS)
-    layers = tuple(layer >= dense for layer in range(num_layers(config)))
-    return _build(config, "deepseek_v2", RoutingRule(normalized=False, scale=scale), layers, interleaved=True)
+    rule = RoutingRule(normalized=False, scale=config.positive("routed_scaling_factor", 1.0))
+    layers = layers_after(config, "first_k_dense_replace")
+    experts = None
+    if any(layers):
+        experts = read_experts(config, "n_routed_experts", "moe_intermediate_size", normalized=False, layers=layers)
+        experts = replace(experts, rule=rule)
+    return _build(config, "deepseek_v2", "softmax", experts, interleaved=True)
 
 
 def read_deepseek_v3(config: ConfigTable) -> DecoderSpec:
     """Read a `DeepseekV3ForCausalLM`."""
     config = _with_defaults(config, V3_DEFAULTS)
-    dense = config.integer("first_k_dense_replace", 0, MAX_LAYERS)
-    layers = tuple(layer >= dense for layer in range(num_layers(config)))
-    return _build(config, "deepseek_v3", _sigmoid_rule(config), layers, config.flag("rope_interleave", False))
+    experts = read_experts_in_groups(config, layers_after(config, "first_k_dense_replace"))
+    return _build(config, "deepseek_v3", "sigmoid", experts, config.flag("rope_interleave", False))
 
 
 def read_glm4_moe_lite(config: ConfigTable) -> DecoderSpec:
@@ -122,15 +129,15 @@ def read_glm4_moe_lite(config: ConfigTable) -> DecoderSpec:
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
         raise config.refused("mlp_layer_types", f"{count} times dense or sparse")
     layers = tuple(kind == "sparse" for kind in kinds)
-    return _build(config, "glm4_moe_lite", _sigmoid_rule(config), layers, config.flag("rope_interleave", False))
+    experts = read_experts_in_groups(config, layers)
+    return _build(config, "glm4_moe_lite", "sigmoid", experts, config.flag("rope_interleave", False))
 
 
 def _with_defaults(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable:
     """Return config.json with defaults, and with the heads that `build_spec` reads: those of the rotary embedding."""
     if config.values.get("q_lora_rank") == 0:
         raise config.refused("q_lora_rank", "null or at least 1")
-    # null is a value of q_lora_rank: queries are products of the layer's input
-    given = {"q_lora_rank": 0} if config.values.get("q_lora_rank", 0) is None else {}
+    given = {key: value for key, value in VALUES_OF_NULL.items() if config.values.get(key, value) is None}
     merged = ConfigTable({**config.values, **given}, config.where, config.source, config.names).with_defaults(defaults)
     rotated = merged.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
     heads = merged.integer("num_attention_heads", 1, MAX_HEADS)
@@ -138,22 +145,7 @@ def _with_defaults(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable
     return ConfigTable(values, merged.where, merged.source, merged.names)
 
 
-def _sigmoid_rule(config: ConfigTable) -> RoutingRule:
-    groups = config.integer("n_group", 1, MAX_EXPERTS, 1)
-    return RoutingRule(
-        normalized=config.flag("norm_topk_prob", False),
-        sigmoid=True,
-        groups=groups,
-        kept_groups=config.integer("topk_group", 1, groups, 1),
-        eps=WEIGHTS_EPS,
-        scale=config.positive("routed_scaling_factor", 1.0),
-    )
-
-
-def _build(
-    config: ConfigTable, family: str, rule: RoutingRule, layers: tuple[bool, ...], interleaved: bool
-) -> DecoderSpec:
-    scoring = "sigmoid" if rule.sigmoid else "softmax"
+def _build(config: ConfigTable, family: str, scoring: str, experts: Experts | None, interleaved: bool) -> DecoderSpec:
     if config.text("scoring_func", scoring) != scoring:
         raise config.refused("scoring_func", f'"{scoring}", as in the published models')
     config.integer("moe_layer_freq", 1, 1, 1)
@@ -168,8 +160,8 @@ def _build(
         head_dim=latent.key_dim,
         attention_scale=latent.query_dim**-0.5 * _scale_of_yarn(config),
         latent=latent,
-        experts=_read_experts(config, rule, layers) if any(layers) else None,
-        names=NAMES,
+        experts=_with_shared(config, experts) if experts is not None and any(experts.layers) else None,
+        names=SHARED_EXPERTS,
     )
 
 
@@ -200,26 +192,10 @@ def _scale_of_yarn(config: ConfigTable) -> float:
     return yarn_factor(factor, table.positive("mscale_all_dim")) ** 2
 
 
-def _read_experts(config: ConfigTable, rule: RoutingRule, layers: tuple[bool, ...]) -> Experts:
-    experts = read_experts(
-        config, "n_routed_experts", "moe_intermediate_size", normalized=rule.normalized, layers=layers
-    )
-    size, rest = divmod(experts.num_experts, rule.groups)
-    if rest or size < 2 <= rule.groups or rule.kept_groups * size < experts.top_k:
-        raise config.refused(
-            "n_group",
-            f"1, or groups of 2 or more of the {experts.num_experts} experts, with {experts.top_k} in "
-            "topk_group of them",
-        )
-    shared = config.integer("n_shared_experts", 0, MAX_EXPERTS, 0)
-    if shared * experts.intermediate_size > MAX_WIDTH:
-        raise config.refused("n_shared_experts", f"such that shared experts have at most {MAX_WIDTH} columns")
-    return replace(
-        experts,
-        rule=rule,
-        choice_bias=rule.sigmoid,
-        shared_size=shared * experts.intermediate_size,
-    )
+def _with_shared(config: ConfigTable, experts: Experts) -> Experts:
+    if "n_shared_experts" not in config:
+        return experts
+    return replace(experts, shared_size=shared_experts_size(config, "n_shared_experts", 0, experts))
 
 
 def _gguf(has_sigmoids: bool) -> GGUFFormat:

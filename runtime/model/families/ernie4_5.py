@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config_json import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ConfigTable, build_spec, num_layers, read_experts
+from ..config_json import MAX_LAYERS, MAX_WIDTH, ConfigTable, build_spec, num_layers, read_experts, shared_experts_size
 from ..config_rope import read_rope
 from ..gguf_config import KEYS, GGUFFormat
-from ..spec import DecoderSpec, Experts, TensorNames
+from ..spec import SHARED_EXPERTS, DecoderSpec, Experts
 from .family import Family
 
-MOE_NAMES = TensorNames(
-    choice_bias="mlp.moe_statics.e_score_correction_bias",
-    shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    shared_down="mlp.shared_experts.down_proj",
-)
+MOE_NAMES = replace(SHARED_EXPERTS, choice_bias="mlp.moe_statics.e_score_correction_bias")
 MOST_NORM_MIN = 1e-6  # a sum of weights that is smaller does not occur
 
 DEFAULTS: dict[str, Any] = {
@@ -91,9 +87,7 @@ def _read_experts(config: ConfigTable) -> Experts:
     experts = read_experts(
         renamed, "moe_num_experts", "moe_intermediate_size", normalized=True, layers=_layers_with_experts(config)
     )
-    shared_size = experts.intermediate_size * config.integer("moe_num_shared_experts", 0, MAX_EXPERTS)
-    if shared_size > MAX_WIDTH:
-        raise config.refused("moe_num_shared_experts", f"such that shared experts have at most {MAX_WIDTH} columns")
+    shared_size = shared_experts_size(config, "moe_num_shared_experts", 0, experts)
     return replace(experts, choice_bias=True, shared_size=shared_size)
 
 

@@ -9,23 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..config_json import (
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_WIDTH,
     ConfigTable,
     build_spec,
+    layers_after,
     num_layers,
     read_experts_in_groups,
+    shared_experts_size,
 )
 from ..config_rope import read_rope
 from ..gguf_config import GGUF_NAMES, KEYS, NEXT_TOKENS, SIGMOID, GGUFFormat
-from ..spec import DecoderSpec, TensorNames
+from ..spec import SHARED_EXPERTS, DecoderSpec
 from .family import Family
 
-NAMES = TensorNames(
-    shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    shared_down="mlp.shared_experts.down_proj",
-)
 DEFAULTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 131_072,
@@ -57,18 +52,15 @@ GGUF_KEYS = {
 def read_glm4_moe(config: ConfigTable) -> DecoderSpec:
     """Read a `Glm4MoeForCausalLM`."""
     config = config.with_defaults(DEFAULTS)
-    num_dense = config.integer("first_k_dense_replace", 0, MAX_LAYERS)
-    layers = tuple(layer >= num_dense for layer in range(num_layers(config)))
+    layers = layers_after(config, "first_k_dense_replace")
     experts = read_experts_in_groups(config, layers)
-    size = experts.intermediate_size * config.integer("n_shared_experts", 1, MAX_EXPERTS)
-    if size > MAX_WIDTH:
-        raise config.refused("n_shared_experts", f"such that shared experts have at most {MAX_WIDTH} columns")
+    size = shared_experts_size(config, "n_shared_experts", 1, experts)
     return replace(
         build_spec(config, "glm4_moe", read_rope(config, partial=True)),
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
         experts=replace(experts, shared_size=size) if any(layers) else None,
-        names=NAMES,
+        names=SHARED_EXPERTS,
     )
 
 

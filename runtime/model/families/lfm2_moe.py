@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....kernels.ops import RoutingRule
-from ..config_json import MAX_LAYERS, ConfigTable, num_layers, read_experts
+from ..config_json import ConfigTable, layers_after, read_experts
 from ..gguf_config import KEYS, SIGMOID, GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
@@ -44,14 +44,13 @@ DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
 def read_lfm2_moe(config: ConfigTable) -> DecoderSpec:
     """Read a `Lfm2MoeForCausalLM`."""
     config = with_other_keys(config.with_defaults(DEFAULTS), {"tie_word_embeddings": "tie_embedding"})
-    num_dense = config.integer("num_dense_layers", 0, MAX_LAYERS)
     normalized = config.flag("norm_topk_prob", True)
     experts = read_experts(
         config,
         "num_experts",
         "moe_intermediate_size",
         normalized=normalized,
-        layers=tuple(layer >= num_dense for layer in range(num_layers(config))),
+        layers=layers_after(config, "num_dense_layers"),
     )
     scale = config.positive("routed_scaling_factor", 1.0)
     rule = RoutingRule(normalized=normalized, sigmoid=True, eps=EPS, scale=scale)
