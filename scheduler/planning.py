@@ -73,7 +73,7 @@ class Planner:
         self._fill(step)
         drafts: Mapping[int, list[int]] = {}
         if not self._queue and not step.load.prefill_tokens:
-            drafts = self._speculator.draft(self._batch.requests.values(), step.load)
+            drafts = self._speculator.draft(self._batch.requests.values(), step.load, step.seconds_left)
         return self._assemble(drafts, step, seconds_left)
 
     def _plan_texts(self) -> StepPlan | None:

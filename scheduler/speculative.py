@@ -3,33 +3,40 @@
 Must not import the planner or the scheduler. Draft tokens never change what a request generates, only the number of
 steps it takes.
 
-Where the last few tokens of a text occurred earlier in it, the tokens that followed them are the draft. Drafts are good
-for text that quotes its prompt (code, summaries, tables) and useless for other text, so the share of accepted tokens is
-tracked for each request. A draft token is verified only while its expected time per accepted token is below the current
-time per token. In a wide batch a row costs as much as a token, so no draft is made.
+Each request has an acceptance rate for each drafter. The drafter with the highest rate that proposes tokens is used,
+for as many tokens as are expected to give the most tokens per second. In a wide batch a row costs as much as a token,
+so no draft is made. Tokens that a grammar forces are drafts, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from .acceptance import DRAFTER_MEMORY, AcceptanceRate, DraftLengths
 from .cost import CostModel, StepLoad
+from .drafters import Drafter, PromptLookup, SuffixLookup
 from .plan import SampledToken, ScheduledSequence
 from .request import Ending, Request, State
 
-MARGIN = 1.25  # the expected gain of draft tokens that may be wrong must exceed their cost by this factor
+MARGIN = 1.25  # factor of the cost of draft tokens that may be wrong
 FORCED_MARGIN = 1.0  # the same for tokens that a grammar forces
-LONGEST = 4  # most tokens of a run that is looked up
-SHORTEST = 2  # fewest tokens of such a run
-INITIAL_ACCEPTANCE = 0.5  # acceptance rate before any measurement
-ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
 PAUSE_MEMORY = 0.9  # weight of the earlier average of the time between two steps, per step
 FORCED_ACCEPTANCE = 0.9  # acceptance rate of forced tokens: the model may tokenize the same text differently
-RECOVERY = 0.01  # step back towards INITIAL_ACCEPTANCE each time that no draft token pays: the text may change
+NO_DRAFTER = -1
+
+
+class DraftRecord:
+    """The acceptance rates of one request, by drafter, and the drafter of its draft in the step."""
+
+    __slots__ = ("drafter", "rates")
+
+    def __init__(self, rates: Sequence[AcceptanceRate]) -> None:
+        self.rates = [AcceptanceRate(rate.value) for rate in rates]
+        self.drafter = NO_DRAFTER
 
 
 class Speculator:
-    """Adds draft tokens to a step that only decodes: tokens that a grammar forces, or else tokens of earlier text.
+    """Adds draft tokens to a step that only decodes: tokens that a grammar forces, or else proposals of drafters.
 
     `num_tokens` limits the draft of one sequence, `max_rows` the step.
     """
@@ -41,20 +48,28 @@ class Speculator:
         self._page_size = page_size
         self._num_tokens = num_tokens
         self._max_rows = max_rows
-        self._indexes: dict[int, NGramIndex] = {}  # request id -> index, from the first draft to the request's end
+        self._drafters: tuple[Drafter, ...] = (PromptLookup(), SuffixLookup())
+        self._rates = tuple(AcceptanceRate(memory=DRAFTER_MEMORY) for _ in self._drafters)  # averages over all requests
+        self._records: dict[int, DraftRecord] = {}  # request id -> record, from the first draft to the request's end
         self._pause_s = 0.0  # average pause between two steps, which a saved step saves as well
         self._known: set[int] = set()  # ids of live requests that have had echoed or forced tokens
 
-    def draft(self, requests: Collection[Request], load: StepLoad) -> dict[int, list[int]]:
+    def draft(
+        self, requests: Collection[Request], load: StepLoad, seconds_left: float | None = None
+    ) -> dict[int, list[int]]:
         """Grow the tables of decoding requests by draft tokens and return these by request id.
 
-        `load` is the load of the step without drafts.
+        `load` is the load of the step without drafts, `seconds_left` the time that it leaves under a latency target.
         """
         drafts: dict[int, list[int]] = {}
         if not (self._num_tokens or self._known) or load.decode_rows >= self._max_rows:
             return drafts
-        looks_up = self._tokens_that_pay(1.0, 1, load, min(MARGIN, FORCED_MARGIN)) > 0
+        lengths = self._lengths(load, MARGIN)
+        forced_lengths = self._lengths(load, FORCED_MARGIN)
+        looks_up = lengths.best(1.0, 1) > 0 or forced_lengths.best(1.0, 1) > 0
+        max_rows = self._rows_within(seconds_left, load)
         rows = load.decode_rows
+        tokens: Sequence[int]
         for request in requests:
             echoed = request.spec.echoed
             if not echoed and not (looks_up and (self._num_tokens or request.forced)):
@@ -63,13 +78,16 @@ class Speculator:
                 limit = min(self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
                 if request.num_output_tokens < len(echoed):  # the client's tokens are always accepted
-                    tokens = list(echoed[request.num_output_tokens :][: max(limit, 0)])
+                    tokens = echoed[request.num_output_tokens :][: max(limit, 0)]
+                elif not looks_up or (limit := min(limit, max_rows - rows)) <= 0:
+                    continue
+                elif request.forced:
+                    tokens = request.forced[: forced_lengths.best(FORCED_ACCEPTANCE, limit)]
                 else:
-                    limit = min(limit, len(request.forced) or self._num_tokens)
-                    tokens = self._draft_for(request, limit, load) if looks_up and limit > 0 else []
+                    tokens = self._propose(request, min(limit, self._num_tokens), lengths)
                 if tokens:
                     request.table.append(len(tokens))
-                    drafts[request.request_id] = tokens
+                    drafts[request.request_id] = list(tokens)
                     rows += len(tokens)
         return drafts
 
@@ -109,7 +127,7 @@ class Speculator:
 
     def max_forced(self, load: StepLoad) -> int:
         """Return how many grammar-forced tokens per sequence are worth drafting in a decoding step."""
-        return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load, FORCED_MARGIN)
+        return self._lengths(load, FORCED_MARGIN).best(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows)
 
     def note_pause(self, pause_s: float, step_s: float) -> None:
         """Learn the seconds between two consecutive steps, counted up to `step_s` of the second."""
@@ -118,84 +136,50 @@ class Speculator:
 
     def forget(self, request: Request) -> None:
         """Drop the data of a request that has ended."""
-        self._indexes.pop(request.request_id, None)
         self._known.discard(request.request_id)
+        if self._records.pop(request.request_id, None) is not None:
+            for drafter in self._drafters:
+                drafter.forget(request)
 
     def _note(self, request: Request, drafted: int, accepted: int) -> None:
         request.accepted_draft_tokens += accepted
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        index = self._indexes.get(request.request_id)
-        if index is not None and not request.forced:
-            index.note(drafted, accepted)
+        record = self._records.get(request.request_id)
+        if record is not None and record.drafter != NO_DRAFTER:
+            record.rates[record.drafter].note(drafted, accepted)
+            self._rates[record.drafter].note(drafted, accepted)
+            record.drafter = NO_DRAFTER
 
-    def _draft_for(self, request: Request, limit: int, load: StepLoad) -> list[int]:
-        if request.forced:
-            return list(request.forced[: self._tokens_that_pay(FORCED_ACCEPTANCE, limit, load, FORCED_MARGIN)])
-        index = self._indexes.get(request.request_id)
-        if index is None:
-            index = self._indexes[request.request_id] = NGramIndex()
-        count = self._tokens_that_pay(index.acceptance_rate, limit, load, MARGIN)
-        if not count:
-            index.recover()
-            return []
-        index.extend(request.token_ids)
-        return index.draft(request.token_ids, count)
+    def _propose(self, request: Request, limit: int, lengths: DraftLengths) -> Sequence[int]:
+        """Return the tokens of the drafter with the highest acceptance rate that has a proposal which pays."""
+        record = self._records.get(request.request_id)
+        if record is None:
+            record = self._records[request.request_id] = DraftRecord(self._rates)
+        rates = record.rates
+        record.drafter = NO_DRAFTER
+        for index in sorted(range(len(rates)), key=lambda index: -rates[index].value):
+            count = lengths.best(rates[index].value, limit)
+            if not count:
+                rates[index].recover()
+                continue
+            tokens = self._drafters[index].propose(request, count)
+            if tokens:
+                record.drafter = index
+                return tokens
+        return ()
 
-    def _tokens_that_pay(self, acceptance_rate: float, limit: int, load: StepLoad, margin: float) -> int:
-        """Return how many draft tokens one sequence of a decoding step should verify.
+    def _lengths(self, load: StepLoad, margin: float) -> DraftLengths:
+        """Return the draft lengths of a decoding step with this load without drafts."""
+        seconds = self._cost.predict(load) + self._pause_s
+        return DraftLengths(seconds, load.decode_rows, margin * self._cost.coefficients.decode_row)
 
-        The j-th draft token is used with probability acceptance_rate^j, and adds a row. The step yields a token per
-        sequence: a draft token is verified only while its expected time per accepted token is below the current time
-        per token.
-        """
-        if not load.decode_rows:
-            return 0
-        seconds_per_token = (self._cost.predict(load) + self._pause_s) / load.decode_rows
-        seconds_per_draft = margin * self._cost.coefficients.decode_row
-        count = 0
-        probability = acceptance_rate
-        while count < limit and probability * seconds_per_token > seconds_per_draft:
-            count = count + 1
-            probability = probability * acceptance_rate
-        return count
-
-
-class NGramIndex:
-    """The last position of each short run of tokens in one text. Extending the index costs O(1) per token."""
-
-    def __init__(self) -> None:
-        self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in range(SHORTEST, LONGEST + 1))
-        self._num_indexed = 0
-        self.acceptance_rate = INITIAL_ACCEPTANCE
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Index `tokens`, which start with the tokens indexed before.
-
-        The last token is left out: nothing follows it yet.
-        """
-        for end in range(max(self._num_indexed, 1), len(tokens)):
-            for size, ends in enumerate(self._ends, SHORTEST):
-                if end >= size:
-                    ends[tuple(tokens[end - size : end])] = end
-        self._num_indexed = max(self._num_indexed, len(tokens))
-
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return up to `limit` tokens that followed the longest indexed run that `tokens` ends with."""
-        for size in range(LONGEST, SHORTEST - 1, -1):
-            end = self._ends[size - SHORTEST].get(tuple(tokens[-size:])) if len(tokens) >= size else None
-            if end is not None:
-                return list(tokens[end : end + limit])
-        return []
-
-    def note(self, drafted: int, accepted: int) -> None:
-        """Update the acceptance rate: of `drafted` verified tokens the first `accepted` were accepted."""
-        for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self.acceptance_rate = ACCEPTANCE_MEMORY * self.acceptance_rate + (1 - ACCEPTANCE_MEMORY) * outcome
-
-    def recover(self) -> None:
-        """Move the acceptance rate a little towards its initial value."""
-        self.acceptance_rate += RECOVERY * (INITIAL_ACCEPTANCE - self.acceptance_rate)
+    def _rows_within(self, seconds_left: float | None, load: StepLoad) -> int:
+        """Return the most rows of a step, draft tokens included, of which drafts take at most `seconds_left`."""
+        seconds_per_row = self._cost.coefficients.decode_row
+        if seconds_left is None or not seconds_per_row:
+            return self._max_rows
+        return min(self._max_rows, load.decode_rows + int(max(0.0, seconds_left) / seconds_per_row))
 
 
 def accept_samples(

@@ -510,9 +510,39 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler/speculative.py",
-        "            index.recover()\n",
+        "                rates[index].recover()\n",
         "",
         "a text that was drafted badly once is never drafted again",
+    ),
+    Mutant(
+        "scheduler/acceptance.py",
+        "probability * seconds > cost * tokens:",
+        "probability * self._seconds > cost:",
+        "drafts are longer than the fastest length",
+    ),
+    Mutant(
+        "scheduler/drafters.py",
+        "HistoryPlace(request.spec.prefix_salt)",
+        "HistoryPlace(request.spec.tenant.encode())",
+        "requests with different cache salts share a history: the speed shows another user's text",
+    ),
+    Mutant(
+        "scheduler/drafters.py",
+        "            self._drop(next(iter(self._histories)))\n",
+        "            break\n",
+        "histories of many tenants take memory without a limit",
+    ),
+    Mutant(
+        "scheduler/suffix_automaton.py",
+        "            edges[state][token] = shorter\n",
+        "            break\n",
+        "the automaton continues a run that did not occur",
+    ),
+    Mutant(
+        "scheduler/speculative.py",
+        "min(limit, max_rows - rows)) <= 0",
+        "min(limit, self._max_rows - rows)) <= 0",
+        "draft tokens break the latency target",
     ),
     Mutant(
         "scheduler/planning.py",

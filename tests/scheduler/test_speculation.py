@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from quire.scheduler import Coefficients, CostModel, SampledToken, State, StepPlan, StepResult
-from quire.scheduler.speculative import NGramIndex
+from quire.scheduler.acceptance import AcceptanceRate, DraftLengths
+from quire.scheduler.drafters import NGramIndex
 
 from tests.scheduler.conftest import Expected, MakeHarness
 
@@ -60,7 +61,8 @@ def test_a_text_that_was_drafted_badly_is_drafted_again_later(make_harness: Make
     for _ in range(3):
         harness.step()
     before = harness.scheduler.stats().draft_tokens
-    harness.scheduler._speculator._indexes[1].acceptance_rate = 0.0
+    for rate in harness.scheduler._speculator._records[1].rates:
+        rate.value = 0.0
     harness.step()
     assert harness.scheduler.stats().draft_tokens == before
     harness.run()
@@ -165,20 +167,21 @@ def test_the_longest_indexed_run_is_looked_up_first() -> None:
 
 
 def test_drafts_of_an_ended_request_are_forgotten(make_harness: MakeHarness, expected: Expected) -> None:
-    """A later request with the same id is drafted as if it were the first."""
-    prompt = PERIODIC[:13]
-    fresh = speculative(make_harness)
-    fresh.add(1, prompt, max_tokens=30)
-    fresh.run()
+    """A later request with the same id has another text."""
     harness = speculative(make_harness)
-    harness.add(1, [0, 1, 1] * 9, max_tokens=30)
-    harness.run()
-    before = harness.scheduler.stats().draft_tokens
-    harness.ended.clear()
-    harness.add(1, prompt, max_tokens=30)
-    harness.run()
-    assert harness.outputs[1] == expected(prompt, 30, 2)
-    assert harness.scheduler.stats().draft_tokens - before == fresh.scheduler.stats().draft_tokens > 0
+    speculator = harness.scheduler._speculator
+    lookup, suffixes = speculator._drafters
+    for prompt in ([0, 1, 1] * 9, PERIODIC[:13]):
+        harness.add(1, prompt, max_tokens=30)
+        for _ in range(4):
+            harness.step()
+        assert list(speculator._records) == list(lookup._indexes) == [1]
+        harness.run()
+        assert harness.outputs[1] == expected(prompt, 30, 2)
+        assert not speculator._records
+        assert not lookup._indexes
+        assert not suffixes._places
+        harness.ended.clear()
 
 
 def test_drafts_are_for_one_step(make_harness: MakeHarness, expected: Expected) -> None:
@@ -199,19 +202,31 @@ def test_drafts_are_for_one_step(make_harness: MakeHarness, expected: Expected) 
 
 
 def test_the_acceptance_rate_follows_what_was_accepted_and_recovers() -> None:
-    ngrams = NGramIndex()
-    start = ngrams.acceptance_rate
-    ngrams.note(3, 3)
-    high = ngrams.acceptance_rate
-    ngrams.note(3, 0)  # only the first of the three is known to be wrong
-    assert start < ngrams.acceptance_rate < high
+    rate = AcceptanceRate()
+    rate.note(3, 3)
+    assert rate.value == pytest.approx(1 - 0.5 * 0.8**3)
+    rate.note(3, 0)  # only the first of the three is known to be wrong
+    assert rate.value == pytest.approx(0.8 * (1 - 0.5 * 0.8**3))
     for _ in range(20):
-        ngrams.note(2, 0)
-    low = ngrams.acceptance_rate
-    for _ in range(500):
-        ngrams.recover()
-    assert low < 0.01
-    assert ngrams.acceptance_rate == pytest.approx(start, rel=0.01)
+        rate.note(2, 0)
+    assert rate.value < 0.01
+    for _ in range(1000):
+        rate.recover()
+    assert rate.value == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("acceptance_rate", [0.0, 0.2, 0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize(("seconds", "rows", "cost"), [(20.0, 1, 1.0), (20.0, 4, 2.0), (68.0, 24, 2.0), (20.0, 1, 9.0)])
+def test_a_draft_has_the_length_with_the_most_expected_tokens_per_second(
+    acceptance_rate: float, seconds: float, rows: int, cost: float
+) -> None:
+    def tokens_per_second(length: int) -> float:
+        expected = rows * sum(acceptance_rate**j for j in range(length + 1))
+        return expected / (seconds + rows * length * cost)
+
+    best = max(range(17), key=lambda length: (tokens_per_second(length), -length))
+    assert DraftLengths(seconds, rows, cost).best(acceptance_rate, 16) == best
+    assert DraftLengths(seconds, rows, cost).best(acceptance_rate, 2) == min(best, 2)
 
 
 @pytest.mark.parametrize("windows", [(0,), (9,), (0, 9)])
@@ -308,7 +323,7 @@ def test_a_plan_says_how_many_forced_tokens_would_be_drafts(
     assert harness.step().max_forced == most
 
 
-@pytest.mark.parametrize(("pause_s", "most"), [(0.0, 0), (5e-4, 3), (1e-3, 6), (5.0, 6)])
+@pytest.mark.parametrize(("pause_s", "most"), [(0.0, 0), (5e-4, 2), (1e-3, 3), (5.0, 3)])
 def test_a_draft_saves_the_time_between_two_steps_too(make_harness: MakeHarness, pause_s: float, most: int) -> None:
     """It counts up to the time of a step; idle times do not count."""
     harness = speculative(make_harness, Coefficients(0.0, 1e-3, 1e-3, 0.0, 0.0), num_speculative_tokens=0)

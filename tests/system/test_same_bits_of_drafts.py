@@ -19,7 +19,7 @@ from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.model import kv_layout, read_spec
 from quire.runtime.model.weights import packing
 from quire.scheduler import speculative
-from quire.scheduler.speculative import NGramIndex
+from quire.scheduler.drafters import NGramIndex
 from safetensors.numpy import load_file, save_file
 
 from tests.support.bits import EVERYTHING, asked, bits, chunks_of, one_by_one, prompt, running, together
