@@ -137,7 +137,8 @@ class SamplingParams(
 
     Raises InvalidRequest for a value of another type, TypeError for an unknown name. Numbers and arrays of numpy are
     accepted, and one text for `stop`.
-    Order of application: structured_outputs, logit_bias, penalties, temperature, min_p, top_k, top_p. The tokens of a
+    Order of application: structured_outputs, logit_bias, penalties, temperature, min_p, top_k, top_p;
+    the end marker that thinking_token_budget forces comes before all of them but structured_outputs. The tokens of a
     request with a seed depend on the model, the prompt and these parameters only, whatever else runs. `n` samples:
     output i has the tokens of a request with seed + i (modulo 2^64). The outputs of `best_of` and `beam_width` are
     ranked, best first, and come at the end instead of as a stream.
@@ -173,6 +174,14 @@ class SamplingParams(
     structured_outputs: Annotated[
         StructuredOutputs | None,
         _option("The rule that the output must match, see StructuredOutputs.", default="anything"),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None,
+        _option(
+            "Tokens of reasoning after which its end marker is forced; 0: no reasoning.",
+            unit="tokens",
+            default="no limit",
+        ),
     ] = None
     n: Annotated[int, _option("Outputs per prompt.")] = 1
     best_of: Annotated[
@@ -262,6 +271,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prefill_ms: float = 0.0
     decode_ms: float = 0.0  # decoding time of the slowest output
     stall_ms: float = 0.0  # preempted time of the output that was preempted longest
+    # Generated tokens of reasoning, without its markers; None: the model's markers are not single tokens.
+    reasoning_tokens: int | None = None
 
 
 DeltaKind = Literal["reasoning", "content", "call", "arguments"]

@@ -65,6 +65,7 @@ class Engine(Generic[CoreT]):
         self.text_processor = text_processor
         info = core.info
         reader = text_processor.image_reader
+        self._reasoning = text_processor.reasoning_markers(info.vocab_size)
         self.info = EngineInfo(
             **msgspec.structs.asdict(info),
             has_tokenizer=text_processor.tokenizer is not None,
@@ -72,6 +73,7 @@ class Engine(Generic[CoreT]):
             chat_problem=text_processor.chat_problem,
             default_sampling=text_processor.default_sampling,
             max_images=0 if info.images is None or reader is None else reader.max_images,
+            has_reasoning=self._reasoning is not None,
         )
         self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)
         self._eos_token_ids = frozenset(
@@ -264,6 +266,7 @@ class Engine(Generic[CoreT]):
             continuation=prepared.continuation,
             images=images,
             has_own_grammar=prepared.has_own_grammar,
+            reasoning=self._reasoning,
         )
         self._next_id += len(requests)
         stream = Stream(
@@ -282,6 +285,7 @@ class Engine(Generic[CoreT]):
             seed=seed,
             submitted=submitted,
             continuation=prepared.continuation,
+            reasoning=self._reasoning,
             image_bytes=sum(image.pixels.nbytes for image in images),
         )
 

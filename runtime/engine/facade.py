@@ -224,6 +224,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     chat_problem: str = NO_TEMPLATE  # why chats are refused without a template
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
     max_images: int = 0  # images of one request; 0: the model takes no images
+    has_reasoning: bool = False  # the vocabulary has tokens that begin and end reasoning
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

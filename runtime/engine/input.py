@@ -19,7 +19,7 @@ from ...scheduler import BeamSpec, PlacedImage, Request, RequestSpec
 from ..common.errors import InvalidRequest
 from ..common.prompts import PromptImage, chat_messages
 from ..common.types import SamplingParams, StructuredOutputs
-from ..model.runner import SamplingSpec
+from ..model.runner import ReasoningBudget, ReasoningMarkers, SamplingSpec
 from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
 from .structured.grammars import CheckedStructures, may_be_ambiguous
@@ -146,12 +146,16 @@ def scheduled_requests(
     continuation: Continuation | None = None,
     images: Sequence[PromptImage] = (),
     has_own_grammar: bool = False,
+    reasoning: ReasoningMarkers | None = None,
 ) -> list[Request]:
     """Return the scheduler's requests, one per sample, or per open output of `continuation`, ids from `first_id` on.
 
-    `submitted` is a time of the scheduler's clock.
+    `submitted` is a time of the scheduler's clock. A request with a budget of reasoning needs `reasoning`.
     """
     params = request.sampling_params
+    budget = None
+    if params.thinking_token_budget is not None and reasoning is not None:
+        budget = ReasoningBudget(reasoning, params.thinking_token_budget, reasoning.begins_in(prompt))
     echoed: tuple[int, ...] = ()
     if request.echo:
         prompt, echoed = prompt[:1], prompt[1:]
@@ -166,7 +170,7 @@ def scheduled_requests(
     sampling_params = _with_ranking_logprobs(params)
     beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
     placed = placed_images(images)
-    sampling = SamplingSpec(sampling_params, seed, stop_ids, request.tenant, has_own_grammar)
+    sampling = SamplingSpec(sampling_params, seed, stop_ids, request.tenant, has_own_grammar, budget)
     return [
         Request(
             RequestSpec(

@@ -8,16 +8,19 @@ depends on the tokens alone, not on how the core grouped them into updates, and 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
 from ...scheduler import AdmissionEstimate, FinalCounters, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from ..model.runner import ReasoningMarkers, find_reasoning
 from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
 from .text import IncrementalDetokenizer, OutputParser
@@ -143,6 +146,7 @@ class SequenceOutput:
     stop_reason: int | str | None = None  # see `OutputChunk`
     held_tokens: list[SampledToken] = field(default_factory=list)  # tokens of an output that is not streamed
     held_text: str = ""
+    token_ids: array[int] = field(default_factory=lambda: array("I"))  # all tokens, if reasoning among them is counted
 
     def is_first_to_prefill(self) -> bool:
         """Return whether this is the request's first sequence and has no token yet: the sequences share one prompt."""
@@ -165,6 +169,8 @@ class SequenceOutput:
             elif reason is not None:
                 text += detokenizer.finish()
         self.num_tokens += len(tokens)
+        if self.output.reasoning is not None:
+            self.token_ids.extend(map(_token_id, tokens))
         if reason is not None:
             self.finish_reason = reason
             self.stop_reason = self._stopped_by(tokens, reason)
@@ -193,6 +199,7 @@ class StreamingOutput:
         seed: int,
         submitted: float,
         continuation: Continuation | None = None,
+        reasoning: ReasoningMarkers | None = None,
         image_bytes: int = 0,
     ) -> None:
         self.stream = stream
@@ -200,6 +207,7 @@ class StreamingOutput:
         self.params = request.sampling_params
         self.seed = seed
         self.submitted = submitted
+        self.reasoning = reasoning
         self.image_bytes = image_bytes  # pixels of the prompt's images, until the request ends
         # The error to raise if the core ends the request with an error.
         self.error: QuireError | None = None
@@ -216,7 +224,9 @@ class StreamingOutput:
         sequences = []
         for output, request in zip(continuation.open, requests, strict=True):
             num_tokens = len(output.token_ids)
-            sequences.append(SequenceOutput(self, output.choice, request, output.detokenizer, num_tokens))
+            sequence = SequenceOutput(self, output.choice, request, output.detokenizer, num_tokens)
+            sequence.token_ids.extend(output.token_ids)
+            sequences.append(sequence)
             if output.parser is not None:
                 self.stream.go_on(output.choice, output.parser)
         return sequences
@@ -246,7 +256,11 @@ class StreamingOutput:
         all_counters = [sequence.counters for sequence in self.sequences]
         prompt_tokens = len(self.stream.prompt_token_ids)
         num_tokens = sum(max(0, each.num_tokens - len(each.request.spec.echoed)) for each in self.sequences)
-        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self._num_former_tokens + num_tokens}
+        counts: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._num_former_tokens + num_tokens,
+            "reasoning_tokens": self._num_reasoning_tokens(),
+        }
         if not all_counters:  # another server has generated everything
             return Usage(seed=self.seed, **counts)
         first = all_counters[0]
@@ -260,6 +274,21 @@ class StreamingOutput:
             decode_ms=max(each.decode_s for each in all_counters) * 1000,
             stall_ms=max(each.stall_s for each in all_counters) * 1000,
         )
+
+    def _num_reasoning_tokens(self) -> int | None:
+        """Return the tokens of reasoning in all outputs; None if the model's markers are not single tokens."""
+        markers = self.reasoning
+        if markers is None:
+            return None
+        begun = markers.begins_in(self.stream.prompt_token_ids)
+        found = [find_reasoning(markers, each, 0, len(each), begun=begun) for each in self._generated()]
+        return sum(each.num_tokens for each in found)
+
+    def _generated(self) -> list[Sequence[int]]:
+        """Return the tokens of all outputs, including outputs that another server has ended."""
+        open_choices = {sequence.index for sequence in self.sequences}
+        former = [ids for choice, ids in enumerate(self.request.generated or ()) if choice not in open_choices]
+        return [*former, *(each.token_ids[len(each.request.spec.echoed) :] for each in self.sequences)]
 
     def first_token_time(self) -> float | None:
         """Return the time of the request's first token."""
@@ -339,6 +368,10 @@ class BeamOutput(StreamingOutput):
             self._whole(i, each.tokens, self._text(each.tokens), each.finish_reason, each.cumulative_logprob)
             for i, each in enumerate(found)
         ]
+
+    def _generated(self) -> list[Sequence[int]]:
+        found = [each for sequence in self.sequences for each in sequence.counters.hypotheses]
+        return [list(map(_token_id, each.tokens)) for each in found]
 
     def _text(self, tokens: Sequence[SampledToken]) -> str:
         detokenizer = self._new_detokenizer()

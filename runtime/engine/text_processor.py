@@ -19,8 +19,10 @@ from ..common.heap import return_unused_memory
 from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
 from ..model.files import is_gguf
+from ..model.runner import ReasoningMarkers
 from ..model.weights.gguf import open_gguf
 from .facade import NO_TEMPLATE
+from .markup.markup import MARK
 from .markup.model_markup import find_markup
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.chat_tokens import ChatTokens
@@ -41,6 +43,8 @@ FILE_SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+
+SPACES = ("\n", "\n\n", "\n\n\n", " ", "  ", "\t", " \n", "\r\n")  # white space that templates put around markers
 
 _log = structlog.get_logger("quire.text")
 
@@ -116,6 +120,27 @@ class TextProcessor:
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation; empty without a tokenizer."""
         return self.tokenizer.eos_token_ids if self.tokenizer else frozenset()
+
+    def reasoning_markers(self, vocab_size: int) -> ReasoningMarkers | None:
+        """Return the tokens around the model's reasoning; None if the model has none, or writes them as plain text."""
+        if self.tokenizer is None:
+            return None
+        reasoning = self.markup.reasoning
+        names: tuple[str, ...]
+        if self.markup.channels:
+            names = ("<|channel|>", "analysis", "<|message|>", "<|end|>")
+        elif reasoning is not None:
+            names = (reasoning.open.removeprefix(MARK), reasoning.close.removeprefix(MARK))
+        else:
+            return None
+        added = self.tokenizer.added_tokens
+        tokens = [(added[name],) if name in added else self.encode(name, False) for name in names]
+        *opening, closing = tokens
+        open_ids = tuple(token_id for token in opening for token_id in token)
+        if names[0] not in added or names[-1] not in added or max(*open_ids, *closing) >= vocab_size:
+            return None
+        spaces = {token[0] for token in (self.encode(text, False) for text in SPACES) if len(token) == 1}
+        return ReasoningMarkers(open_ids, closing[0], tuple(sorted(spaces)), repeats=self.markup.channels)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`. Raises GenerationFailed if the tokenizer fails."""

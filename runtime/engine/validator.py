@@ -34,6 +34,7 @@ MAX_INPUTS = 1 << 14  # texts of one request to embed or score
 MAX_CHOICES = 128  # samples or beams of one request; at most `max_num_seqs` anyway
 MAX_BEAM_WIDTH = MAX_TOP_LOGPROBS // 2  # a beam search needs twice as many continuations
 SEED_LIMIT = 1 << 64
+MAX_BUDGET = (1 << 31) - 1  # tokens of reasoning
 NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "temperature": 0,
     "best_of": None,
@@ -42,6 +43,7 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "frequency_penalty": 0,
     "logit_bias": None,
     "stop": (),
+    "thinking_token_budget": None,
 }
 NEUTRAL_FOR_GRAMMARS: dict[str, object] = {"min_tokens": 0, "ignore_eos": False}  # the grammar decides about the end
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -92,6 +94,12 @@ class Validator:
             _integer("seed", params.seed, 0, SEED_LIMIT - 1)
         if params.logprobs is not None:
             _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+        if params.thinking_token_budget is not None:
+            _integer("thinking_token_budget", params.thinking_token_budget, 0, MAX_BUDGET)
+            if not self._info.has_reasoning:
+                raise InvalidRequest(
+                    "thinking_token_budget: this model has no token that ends reasoning; leave the budget out"
+                )
         self._check_bias(params)
         self._check_stops(params)
         self._check_choices(params)

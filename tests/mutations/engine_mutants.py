@@ -262,9 +262,16 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUT,
-        "self._num_former_tokens + num_tokens}",
-        "num_tokens}",
+        "self._num_former_tokens + num_tokens,",
+        "num_tokens,",
         "usage lacks the tokens of outputs that another server has ended",
+    ),
+    Mutant(
+        OUTPUT,
+        "sum(each.num_tokens for each in found)",
+        "found[0].num_tokens",
+        "usage counts the reasoning of the first output only",
+        "tests/system/test_reasoning_budgets.py",
     ),
     Mutant(
         INPUT,
@@ -1154,8 +1161,8 @@ MUTANTS = [
     ),
     Mutant(
         INPUT,
-        "request.tenant, has_own_grammar)",
-        '"", has_own_grammar)',
+        "request.tenant, has_own_grammar, budget)",
+        '"", has_own_grammar, budget)',
         "grammars are not counted for a tenant",
         INPUT_TESTS,
     ),

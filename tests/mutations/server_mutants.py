@@ -1084,13 +1084,6 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/formats.py",
-        "sum(choice.num_reasoning_tokens for choice in self.choices)",
-        "self.choices[0].num_reasoning_tokens",
-        "usage counts the reasoning of the first choice only",
-        "tests/system/test_tool_calls.py",
-    ),
-    Mutant(
         CYCLE,
         "given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id",
         "self.log_id",

@@ -31,21 +31,23 @@ def write_scripted_model(
     template: str,
     special: Sequence[str] = (),
     added: Sequence[str] = (),
+    whole: Sequence[str] = (),
 ) -> Path:
     """Write a checkpoint whose output after a prompt that ends with a key of `scripts` is the script.
 
     `special` are the names of special tokens, each of which may occur once in all scripts; the keys and `added` are
-    tokens that are ordinary text.
+    tokens that are ordinary text, and so are `whole`, which the scripts write as tokens, each once.
     """
     names = [END, *special]
-    added = [*added, *(key for key in scripts if key not in (*special, *added))]
+    added = [*added, *whole]
+    added += [key for key in scripts if key not in (*special, *added)]
     vocabulary = {CHARACTER_OF_BYTE[byte]: byte for byte in range(256)}
     for name in (*names, *added):
         vocabulary[name] = len(vocabulary)
     following: dict[int, int] = {}
     for key, text in scripts.items():
         before = vocabulary[key]
-        for piece in [*_pieces(text, special, vocabulary), END]:
+        for piece in [*_pieces(text, (*special, *whole), vocabulary), END]:
             token = vocabulary.setdefault(piece, len(vocabulary))
             assert before not in following, f"{piece!r} follows a token that another one follows"
             following[before] = token

@@ -68,7 +68,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         # vLLM
         "add_generation_prompt": False, "continue_final_message": True, "add_special_tokens": True,
         "documents": [{"text": "a"}], "chat_template": "{{ 1 }}", "mm_processor_kwargs": {"a": 1},
-        "media_io_kwargs": {"a": 1}, "thinking_token_budget": 5, "include_reasoning": False, "use_beam_search": True,
+        "media_io_kwargs": {"a": 1}, "include_reasoning": False, "use_beam_search": True,
         "length_penalty": 0.5, "skip_special_tokens": False, "spaces_between_special_tokens": False,
         "truncate_prompt_tokens": 5, "truncation_side": "right", "prompt_logprobs": 1, "allowed_token_ids": [5],
         "bad_words": ["a"], "logits_processors": ["a"], "request_id": "a", "kv_transfer_params": {"a": 1},

@@ -62,10 +62,18 @@ def client(serving: Callable[..., Any], tmp_path: Path) -> Client:
 
     @asynccontextmanager
     async def start(
-        signs: str, scripts: dict[str, str], *, special: Sequence[str] = (), added: Sequence[str] = (), **settings: Any
+        signs: str,
+        scripts: dict[str, str],
+        *,
+        special: Sequence[str] = (),
+        added: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        **settings: Any,
     ) -> AsyncIterator[openai.AsyncOpenAI]:
         template = f"{{# {signs} #}}{TEMPLATE}"
-        model = write_scripted_model(tmp_path / "model", scripts, template=template, special=special, added=added)
+        model = write_scripted_model(
+            tmp_path / "model", scripts, template=template, special=special, added=added, whole=whole
+        )
         async with serving(model=str(model), **settings) as real:
             url = f"http://{real.server.openai_address}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as connected:

@@ -2,6 +2,7 @@
 
 from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa, pick_tune_mode
 from .model_runner import ModelRunner, load_model
+from .reasoning import ReasoningBudget, ReasoningMarkers, find_reasoning
 from .sampling import AllowedTokens, Masks, SamplingSpec
 from .tuned import cache_folder, describe_choices, kept_tunings
 
@@ -10,10 +11,13 @@ __all__ = [
     "Capacity",
     "Masks",
     "ModelRunner",
+    "ReasoningBudget",
+    "ReasoningMarkers",
     "SamplingSpec",
     "cache_folder",
     "decide_capacity",
     "describe_choices",
+    "find_reasoning",
     "kept_tunings",
     "load_model",
     "pick_cpus",

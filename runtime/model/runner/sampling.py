@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ....kernels.sample import ADJUSTMENT, ROW
 from ....scheduler.plan import ScheduledSequence
 from ...common.types import SamplingParams
+from .reasoning import CERTAIN, ReasoningBudget
 
 Ints = npt.NDArray[np.int32]
 Row = tuple[float, ...]  # values in the order of ROW
@@ -24,7 +25,6 @@ PARAMETERS = tuple(ROW.fields or ())[2:-4]  # fields after seed and position, be
 _parameters = attrgetter(*PARAMETERS)
 Adjustment = tuple[int, int, int, float]
 GREEDY = SamplingParams()
-CERTAIN = 1e30  # bias that makes a token the most likely one; logprobs do not include it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class SamplingSpec:
     stop_token_ids: frozenset[int]  # forbidden before min_tokens
     tenant: str = ""
     has_own_grammar: bool = False  # a grammar of tool calls without a client's rules: it is never ambiguous
+    reasoning: ReasoningBudget | None = None  # None: reasoning has no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +83,22 @@ def _row(sequence: ScheduledSequence, position: int, mask: int, adjustments: lis
     if position < num_given:
         adjustments.append((sequence.echoed[position - sequence.num_prompt_tokens], 0, 0, CERTAIN))
         return (spec.seed, position, *_parameters(GREEDY), logprobs, first, 1, 0)
-    adjustments.extend(_adjustments(spec, sequence.context, position, num_given))
-    return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first, mask)
+    budget = spec.reasoning
+    ends = {} if budget is None else budget.bias(sequence.context, num_given, position)
+    adjustments.extend(_adjustments(spec, sequence.context, position, num_given, ends))
+    parameters = _parameters(GREEDY if CERTAIN in ends.values() else spec.params)
+    return (spec.seed, position, *parameters, logprobs, first, len(adjustments) - first, mask)
 
 
 def _adjustments(
-    spec: SamplingSpec, context: Sequence[int], position: int, num_prompt_tokens: int
+    spec: SamplingSpec, context: Sequence[int], position: int, num_prompt_tokens: int, ends: Mapping[int, float]
 ) -> Iterator[Adjustment]:
-    """Yield (token id, count in the output, occurs at all, bias) of each logit that the request changes here."""
+    """Yield (token id, count in the output, occurs at all, bias) of each logit that the request changes here.
+
+    `ends` are the biases that end reasoning; they replace the request's own.
+    """
     p = spec.params
-    bias = dict(p.logit_bias or {})
+    bias = {**(p.logit_bias or {}), **ends}
     if position - num_prompt_tokens < p.min_tokens:
         bias.update(dict.fromkeys(spec.stop_token_ids, float("-inf")))
     if p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0:

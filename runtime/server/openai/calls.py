@@ -87,13 +87,22 @@ def with_answer(prompt: GenerateRequest, values: dict[str, Any], fields: Fields,
     return msgspec.structs.replace(prompt, tool_choice=tool_choice(values), **options, **request_fields(fields))
 
 
+def without_reasoning(values: dict[str, Any], info: EngineInfo) -> dict[str, Any]:
+    """Return the sampling parameters of a chat whose fields switch reasoning off, for templates that ignore the switch.
+
+    `values` are the fields about tools and reasoning, in the form of chats. Raises BadRequest.
+    """
+    is_off = info.has_reasoning and template_variables(values).get("enable_thinking") is False
+    return {"thinking_token_budget": 0} if is_off else {}
+
+
 def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a chat completion. Raises InvalidRequest."""
     fields.check_supported(CHAT)
     values = fields.values
     messages = checked_messages(fields.required("messages"), info)
     check_verbosity(values.get("verbosity", "medium"))
-    sampling = sampling_fields(fields, info)
+    sampling = without_reasoning(values, info) | sampling_fields(fields, info)
     with_logprobs = fields.get("logprobs", bool, False)
     top_logprobs = fields.get_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if with_logprobs:

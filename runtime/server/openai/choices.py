@@ -49,7 +49,7 @@ class Choice:
         self.token_ids = array("I")
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
-        self.num_reasoning_tokens = 0
+        self.num_reasoning_tokens = 0  # tokens between the markers; an estimate where chunks have several tokens
         self.shown: Sequence[TokenLogprobs] = ()  # tokens of the answer in the latest chunk
         self._held: list[TokenLogprobs] = []  # tokens of text that the parser may still show
 
@@ -76,7 +76,7 @@ class Choice:
             deltas = [*deltas, *self.parser.finish(is_cut=chunk.finish_reason != "stop")]
         self.num_calls += sum(delta.kind == "call" for delta in deltas)
         if "reasoning" in (before, after):
-            self.num_reasoning_tokens += len(chunk.token_ids)
+            self.num_reasoning_tokens += max(0, len(chunk.token_ids) - (before != after))
         is_answer = after == "content" and (before == "content" or self.parser.holds_text)
         shown = self._shown_logprobs(chunk, deltas, is_answer=is_answer)
         self.shown = shown or ()

@@ -29,6 +29,7 @@ SAMPLING = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
         "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "n",
+        "thinking_token_budget",
     }
 )  # fmt: skip
 NUMBERS = frozenset({"priority", "deadline_ms", "pin_ms"})  # fields of `GenerateRequest`

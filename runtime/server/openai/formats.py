@@ -148,13 +148,12 @@ class ChoiceFormat:
 
     def _usage_json(self, usage: Usage) -> bytes:
         """Return OpenAI's `usage`, with the time of each phase if the request asks for it."""
-        num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         fields: dict[str, object] = {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens(usage, self.choices)},
         }
         if self._returns_timings:
             fields["timings"] = {name: round(getattr(usage, name), 3) for name in TIMINGS}
@@ -305,12 +304,21 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
+def num_reasoning_tokens(usage: Usage, choices: Sequence[Choice]) -> int:
+    """Return the tokens of reasoning: by the engine, or by the parsers where the markers are not single tokens."""
+    if usage.reasoning_tokens is not None:
+        return usage.reasoning_tokens
+    return sum(choice.num_reasoning_tokens for choice in choices)
+
+
 def total_usage(usages: Sequence[Usage]) -> Usage:
     """Return the total tokens of several prompts, and the longest time of each phase."""
     times: dict[str, Any] = {name: max((getattr(usage, name) for usage in usages), default=0.0) for name in TIMINGS}
+    reasoning = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        reasoning_tokens=sum(reasoning) if reasoning else None,
         **times,
     )

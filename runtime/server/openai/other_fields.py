@@ -57,7 +57,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1, 1.0),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "thinking_token_budget": (),
     "include_reasoning": (True,),
     "beam_width": (),
     "n_predict": (),
@@ -142,5 +141,6 @@ INSTEAD = {
     "t_max_predict_ms": "use deadline_ms",
     "rid": "use the header x-request-id",
     "extra_key": "use cache_salt",
+    "reasoning_budget": "use thinking_token_budget",
     "stop_regex": "use stop",
 }

@@ -11,7 +11,7 @@ from ...common.errors import QuireError
 from ...common.prompts import REFUSAL, shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, NewParser
-from .calls import Call, chat_prompt, checked_messages, with_answer
+from .calls import Call, chat_prompt, checked_messages, with_answer, without_reasoning
 from .choices import Choice, Run
 from .errors import BadRequest
 from .fields import (
@@ -23,7 +23,7 @@ from .fields import (
     service_tier,
     stream_option,
 )
-from .formats import PromptSize, Status
+from .formats import PromptSize, Status, num_reasoning_tokens
 from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
@@ -78,10 +78,10 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     messages = checked_messages([each for _, each in placed], info, "input", lambda index: placed[index][0])
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
-    sampling = sampling_fields(fields, info)
+    chat = chat_fields(fields.values)
+    sampling = without_reasoning(chat, info) | sampling_fields(fields, info)
     sampling["max_tokens"] = fields.get_num_tokens("max_output_tokens", info.max_model_len)
     sampling["logprobs"] = _num_logprobs(fields)
-    chat = chat_fields(fields.values)
     request = with_answer(
         chat_prompt(chat, messages, tenant),
         chat,
@@ -361,17 +361,17 @@ class ResponseFormat:
             "model": self._model,
             "output": [] if usage is None else self._output(status),
             "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage, self.choices[0].num_reasoning_tokens),
+            "usage": None if usage is None else _usage(usage, num_reasoning_tokens(usage, self.choices)),
             **self._repeated,
         }
 
 
-def _usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
+def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -8,15 +8,21 @@ from typing import Any
 
 from quire.kernels.sample import ROW
 from quire.runtime.common.types import SamplingParams
+from quire.runtime.model.runner import ReasoningBudget
 from quire.runtime.model.runner.sampling import PARAMETERS, SamplingSpec, sampling_rows
 from quire.scheduler import ScheduledSequence
 
 
 def sequence(
-    prompt: list[int], output: list[int], stops: tuple[int, ...] = (), num_samples: int = 1, **params: Any
+    prompt: list[int],
+    output: list[int],
+    stops: tuple[int, ...] = (),
+    num_samples: int = 1,
+    reasoning: ReasoningBudget | None = None,
+    **params: Any,
 ) -> ScheduledSequence:
     context = prompt + output
-    spec = SamplingSpec(SamplingParams(**params), seed=77, stop_token_ids=frozenset(stops))
+    spec = SamplingSpec(SamplingParams(**params), seed=77, stop_token_ids=frozenset(stops), reasoning=reasoning)
     first = len(context) - max(1, num_samples)
     return ScheduledSequence(1, [[0]], first, context[first:], num_samples, spec, context, len(prompt))
 

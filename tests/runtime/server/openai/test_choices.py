@@ -70,10 +70,10 @@ def shown_tokens(choice: Choice) -> list[str]:
     return [entry["token"] for entry in json.loads(choice.whole_logprobs())["content"]]
 
 
-def test_the_markers_of_reasoning_count_as_reasoning() -> None:
+def test_the_markers_of_reasoning_do_not_count_as_reasoning() -> None:
     choice = choice_of("<think>", "So", ".", "</think>", "Hello", "!")
     assert [(run.kind, run.text) for run in choice.runs] == [("reasoning", "So."), ("content", "Hello!")]
-    assert choice.num_reasoning_tokens == 4
+    assert choice.num_reasoning_tokens == 2
     assert shown_tokens(choice) == ["Hello", "!"]
 
 
