@@ -1,7 +1,7 @@
 """Drafters: sources of draft tokens, behind one interface.
 
-Must not import the planner or the scheduler. A drafter may propose any tokens: only those that the model samples are
-accepted. A drafter must not show one tenant's text in the speed of another tenant's requests.
+Must not import the planner or the scheduler. A drafter may propose any tokens: only tokens that the model samples
+are accepted. A drafter must not show one tenant's text in the speed of another tenant's requests.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class SuffixLookup:
 
     def __init__(self) -> None:
         self.num_tokens = 0  # tokens of all histories
-        self._histories: OrderedDict[bytes, tuple[int, SuffixAutomaton]] = OrderedDict()  # with their generations
-        self._num_histories = 0  # since the start
-        self._places: dict[int, HistoryPlace] = {}  # by request id
+        # salt -> (generation, history), the history that was unused for longest first
+        self._histories: OrderedDict[bytes, tuple[int, SuffixAutomaton]] = OrderedDict()
+        self._num_histories = 0  # histories that were begun
+        self._places: dict[int, HistoryPlace] = {}  # request id -> place
 
     def propose(self, request: Request, limit: int) -> Sequence[int]:
         """See `Drafter.propose`."""
