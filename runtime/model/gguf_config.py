@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..common.errors import CorruptCheckpoint, UnsupportedModel
 from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, ConfigTable, num_layers, read_head_dim
 from .rope import rotary_dim
-from .spec import DecoderSpec, FrequencyDivisors, TensorNames
+from .spec import DecoderSpec, FrequencyDivisors, Rope, TensorNames
 from .weights import Checkpoint
 from .weights.gguf import GGUFFile, Metadata
 from .weights.gguf_checkpoint import GGUFCheckpoint
@@ -79,6 +81,18 @@ GGUF_NAMES = TensorNames(
     mamba_out="ssm_out",
     of_llama_cpp=True,
     attention_post_norm="post_attention_norm",
+    layer_scale="layer_output_scale.weight",
+    layer_table="per_layer_token_embd",
+    layer_projection="per_layer_model_proj",
+    layer_norm="per_layer_proj_norm",
+    layer_gate="inp_gate",
+    layer_out="proj",
+    layer_post_norm="post_norm",
+    beside_norm="pre_ffw_norm_2",
+    beside_post_norm="post_ffw_norm_2",
+    beside_mlp_post_norm="post_ffw_norm_1",
+    router_scale="ffn_gate_inp.scale",
+    expert_scales="ffn_down_exps.scale",
     mlp_norm="ffn_norm",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
@@ -95,7 +109,9 @@ GGUF_NAMES = TensorNames(
     lm_head="output",
 )
 FUSED_QKV = "attn_qkv"  # instead of three tensors
+FUSED_EXPERTS = "ffn_gate_up_exps"  # instead of two tensors
 ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the frequencies
+NOT_ROTATED = float(np.float32(1e30))  # the divisor of pairs that are not rotated
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 NEXT_TOKENS = "nextn_predict_layers"  # the number of layers after the decoder's, which predict further tokens
@@ -142,6 +158,7 @@ class GGUFFormat:
     neighboring_pairs: bool = False  # a rotated pair is two neighboring rows of q and k, not rows half a head apart
     experts: bool = False  # True: this family, among several with the same architecture, has experts
     latent: bool = False  # heads are those of latent attention: their sizes are in keys of the family's own
+    divides_full_layers: bool = False  # divisors of frequencies are those of layers without a window alone
     rotates: bool = True  # False: heads are never rotated, and the size of their rotated part has no effect
     bare: tuple[str, ...] = ()  # names of a layer's weights that files have without .weight
     marker: str = ""  # key, not 0, in the files of this family alone, among several with the same architecture
@@ -158,7 +175,7 @@ class GGUFFormat:
         if self.experts:
             file.metadata.integer(f"{self.architecture}.expert_count", 1, MAX_EXPERTS)
         names = self._names(file)
-        spec = _with_divisors(read(self._config(file, names)), file)
+        spec = _with_divisors(read(self._config(file, names)), file, self.divides_full_layers)
         spec = replace(spec, names=names, norm_offset=0.0)  # the converter adds the offset to the norms
         if self.tiles_value_heads and spec.delta is not None:
             delta = replace(spec.delta, tiled=spec.delta.num_key_heads < spec.delta.num_value_heads)
@@ -166,7 +183,7 @@ class GGUFFormat:
         checkpoint = GGUFCheckpoint(file)
         factors = {ROPE_FREQS, *(LONG_ROPE.values() if _has_long_rope(file) else ())}
         unread = unread_layers(file, spec.names)
-        used_tensors = check_tensors(spec, checkpoint) | factors
+        used_tensors = check_tensors(spec, checkpoint) | factors | _tensors_of_readers(spec)
         if unused := {name for name in file.tensors.keys() - used_tensors if not name.startswith(unread)}:
             raise UnsupportedModel(f"{file.path} has tensor {min(unused)}, which {self.architecture} does not use")
         if quantized := checkpoint.quantized():
@@ -189,10 +206,14 @@ class GGUFFormat:
                 raise metadata.refused(key, f"absent{''.join(f' or {value}' for value in allowed)}")
 
     def _names(self, file: GGUFFile) -> TensorNames:
-        """Return the names of the tensors. In files of any family, q, k and v may be one tensor."""
-        is_free = FUSED_QKV not in self.names.delta_qkv
-        fused = is_free and f"{self.names.layer.format(0)}{FUSED_QKV}.weight" in file.tensors
-        return replace(self.names, qkv=(FUSED_QKV,)) if fused else self.names
+        """Return the names of the tensors. In files of any family, q, k and v may be one tensor, as gate and up."""
+        names = self.names
+        first = names.layer.format(0)
+        if FUSED_QKV not in names.delta_qkv and f"{first}{FUSED_QKV}.weight" in file.tensors:
+            names = replace(names, qkv=(FUSED_QKV,))
+        if f"{FUSED_EXPERTS}.weight" in {name.split(".", 2)[-1] for name in file.tensors}:
+            names = replace(names, expert_gate_up=(FUSED_EXPERTS,))
+        return names
 
     def _config(self, file: GGUFFile, names: TensorNames) -> ConfigTable:
         """Return the metadata in the form of config.json.
@@ -280,9 +301,13 @@ def read_kv_heads(config: ConfigTable) -> tuple[int, tuple[bool, ...]]:
 def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
     """Return the keys of config.json that follow from the tensors, and the size of the vocabulary."""
     suffixes = {name.split(".", 2)[-1] for name in file.tensors}  # names without layers
+    keys, values = (f".{name}.weight" for name in (names.qkv * 3)[1:3])
     embedding = file.tensors.get(f"{names.embedding}.weight")
     return {
         "attention_bias": f"{names.qkv[0]}.bias" in suffixes,
+        "attention_k_eq_v": any(
+            name.endswith(keys) and f"{name.removesuffix(keys)}{values}" not in file.tensors for name in file.tensors
+        ),
         "mlp_bias": f"{names.gate_up[0]}.bias" in suffixes,
         "mlp_norm": f"{names.mlp_norm}.weight" in suffixes,
         "qk_norm": f"{names.q_norm}.weight" in suffixes,
@@ -311,25 +336,52 @@ def _rope_scaling(file: GGUFFile, architecture: str, scaling: dict[str, Any]) ->
     return {**scaling, "rope_type": kind, "factor": factor}
 
 
-def _with_divisors(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
-    """Return `spec` with a file's divisors of frequencies, if it has them: the evaluated scaling of Llama 3.1."""
+def _tensors_of_readers(spec: DecoderSpec) -> set[str]:
+    """Return the keys and values of layers that read another layer's: files may have them without use."""
+    kinds = ("weight", "bias") if spec.qkv_bias else ("weight",)
+    names = [f"{spec.names.k_norm}.weight", *(f"{name}.{kind}" for name in spec.names.qkv[1:] for kind in kinds)]
+    readers = [layer for layer in range(spec.num_layers) if not spec.stores_kv(layer)]
+    return {f"{spec.names.layer.format(layer)}{name}" for layer in readers for name in names}
+
+
+def _with_divisors(spec: DecoderSpec, file: GGUFFile, of_full_layers: bool) -> DecoderSpec:
+    """Return `spec` with a file's divisors of frequencies, if it has them: the evaluated scaling of Llama 3.1.
+
+    The last divisors may be 1e30, for pairs that are not rotated.
+    """
     if ROPE_FREQS not in file.tensors:
         return spec
-    divisors = _factors(file, ROPE_FREQS)
-    ropes = {rope for rope in spec.ropes if rope is not None}
-    for rope in ropes:
-        pairs = rotary_dim(rope, spec.head_dim) // 2
+    divisors = _factors(file, ROPE_FREQS, last=NOT_ROTATED)
+    divided = [not of_full_layers or not window for window in spec.windows]
+    ropes = {rope for rope, each in zip(spec.ropes, divided, strict=True) if rope is not None and each}
+    for layer, rope in enumerate(spec.ropes):
+        if rope is None or rope not in ropes:
+            continue
+        pairs = rotary_dim(rope, spec.kv_heads_of(layer)[1]) // 2
         if len(ropes) > 1 or rope.scaling is not None or len(divisors) != pairs:
             raise UnsupportedModel(
                 f"{file.path}: {ROPE_FREQS} has {len(divisors)} values beside {len(ropes)} rotary embeddings, one with "
                 f"scaling {rope.scaling}; it must have {pairs}, beside one rotary embedding without scaling"
             )
-    scaled = [None if rope is None else replace(rope, scaling=FrequencyDivisors(divisors)) for rope in spec.ropes]
-    return replace(spec, ropes=tuple(scaled))
+    return replace(spec, ropes=tuple(_divided(rope, divisors) if rope in ropes else rope for rope in spec.ropes))
 
 
-def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
-    """Return a vector that divides frequencies. Raises UnsupportedModel or CorruptCheckpoint."""
+def _divided(rope: Rope | None, divisors: tuple[float, ...]) -> Rope | None:
+    """Return a rotary embedding with divided frequencies."""
+    if rope is None:
+        return None
+    rotated = divisors[: len(divisors) - divisors.count(NOT_ROTATED)]
+    scaling = None if set(rotated) == {1.0} else FrequencyDivisors(rotated)
+    if len(rotated) == len(divisors):
+        return replace(rope, scaling=scaling)
+    return replace(rope, scaling=scaling, dim=2 * len(rotated), span=rope.span or 2 * len(divisors))
+
+
+def _factors(file: GGUFFile, name: str, last: float | None = None) -> tuple[float, ...]:
+    """Return a vector that divides frequencies; all but the first one may be `last`, after all others.
+
+    Raises UnsupportedModel or CorruptCheckpoint.
+    """
     stored = file.tensors[name]
     if stored.type.name != "F32" or len(stored.shape) != 1 or stored.shape[0] > MAX_HEAD_DIM // 2:
         raise UnsupportedModel(
@@ -337,6 +389,7 @@ def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
             "head has rotated elements"
         )
     factors = stored.file.read(stored.begin, stored.end).view("<f4")
-    if not ((factors >= 1e-6) & (factors <= 1e6)).all():
+    numbers = factors[: max(len(factors) - np.count_nonzero(factors == last), 1)]
+    if not ((numbers >= 1e-6) & (numbers <= 1e6)).all():
         raise CorruptCheckpoint(f"{file.path}: {name} has a value that is not between 1e-6 and 1e6")
     return tuple(map(float, factors))

@@ -238,6 +238,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    **dict.fromkeys(("gemma4_dense", "gemma4_moe"), "gemma4"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
 }  # families with another name
 NAMES = {  # families with names of their own
@@ -256,6 +257,7 @@ NAMES = {  # families with names of their own
     "starcoder2": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
     "glm4_moe": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
+    "gemma4_moe": replace(GGUF_NAMES, expert_gate_up=("ffn_gate_up_exps",)),
 }
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
 PERMUTED = (
@@ -272,7 +274,7 @@ PERMUTED = (
 )
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe", "glm4_moe", *LATENT)
-SLIDING = ("phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4", "cohere2")
+SLIDING = ("phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4", "cohere2", "gemma4")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families: their metadata key, the families
     "attention_multiplier": ("attention.scale", "granite", "granite_hybrid"),
     "embedding_multiplier": ("embedding_scale", "granite", "granite_hybrid"),
@@ -281,9 +283,12 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "logit_scale": ("logit_scale", "cohere", "cohere2"),
     "sliding_window": ("attention.sliding_window", *SLIDING),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
-    "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
+    "final_logit_softcapping": ("final_logit_softcapping", "gemma2", "gemma4"),
+    "num_kv_shared_layers": ("attention.shared_kv_layers", "gemma4"),
+    "hidden_size_per_layer_input": ("embedding_length_per_layer_input", "gemma4"),
+    "top_k_experts": ("expert_used_count", "gemma4"),
     "num_experts_per_tok": ("expert_used_count", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
-    "moe_intermediate_size": ("expert_feed_forward_length", *SMALL_EXPERTS, "ernie4_5_moe"),
+    "moe_intermediate_size": ("expert_feed_forward_length", *SMALL_EXPERTS, "ernie4_5_moe", "gemma4"),
     "moe_k": ("expert_used_count", "ernie4_5_moe"),
     "moe_layer_interval": ("interleave_moe_layer_step", "ernie4_5_moe"),
     "moe_layer_start_index": ("leading_dense_block_count", "ernie4_5_moe"),
@@ -345,6 +350,8 @@ def describe(folder: Path) -> dict[str, Any]:
             values[f"{family}.expert_shared_feed_forward_length"] = spec.experts.shared_size
         if spec.experts.rule.sigmoid:
             values[f"{family}.expert_gating_func"] = 2
+    if spec.family == "gemma4":
+        values |= _describe_gemma4(spec, config["rope_parameters"])
     if rope and isinstance(rope.scaling, LongRopeScaling):
         values[f"{family}.rope.scaling.original_context_length"] = rope.scaling.original_max_position_embeddings
         values[f"{family}.rope.scaling.attn_factor"] = rope.scaling.attention_factor
@@ -371,6 +378,21 @@ def _describe_latent(
     if scaling.get("mscale_all_dim"):
         values[f"{family}.rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
     return values
+
+
+def _describe_gemma4(spec: DecoderSpec, ropes: Mapping[str, Any]) -> dict[str, Any]:
+    _, full_size = spec.kv_heads[spec.windows.index(0)]
+    values: dict[str, Any] = {
+        "attention.sliding_window_pattern": [window > 0 for window in spec.windows],
+        "attention.head_count_kv": [count for count, _ in spec.kv_heads],
+        "feed_forward_length": [*spec.intermediate_sizes],
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), full_size),
+        **dict.fromkeys(
+            ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), spec.head_dim
+        ),
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }
+    return {f"gemma4.{key}": value for key, value in values.items()}
 
 
 def _describe_mamba(family: str, mamba: Mamba) -> dict[str, Any]:
@@ -494,6 +516,10 @@ def rope_factors(folder: Path) -> dict[str, Tensor]:
     rope = next((rope for rope in read_spec(folder).ropes if rope is not None), None)
     head_dim = read_spec(folder).head_dim
     scaling = rope and rope.scaling
+    spans = {(rope.dim // 2, rope.span // 2) for rope in read_spec(folder).ropes if rope and rope.dim and rope.span}
+    for pairs, span in spans:  # Gemma 4: pairs that are not rotated
+        turned = np.repeat(np.array([1, 1e30], np.float32), [pairs, span - pairs])
+        return {"rope_freqs.weight": encode(turned, "F32")}
     if isinstance(scaling, LongRopeScaling):
         factors = {"short": scaling.short_factors, "long": scaling.long_factors}
         return {f"rope_factors_{name}.weight": encode(np.array(f, np.float32), "F32") for name, f in factors.items()}
@@ -524,12 +550,13 @@ def _stored_names(spec: DecoderSpec) -> dict[str, str]:
         "expert_gate_up": ("ffn_up_exps",),
         "shared_gate_up": ("ffn_up_shexp",),
     }
+    family = f"{spec.family}_moe" if spec.experts is not None and spec.experts.beside_mlp else spec.family
     stored: dict[str, str] = {}
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention
         names = getattr(spec.names, field.name)
-        others = getattr(NAMES.get(spec.family, GGUF_NAMES), field.name)
+        others = getattr(NAMES.get(family, GGUF_NAMES), field.name)
         if isinstance(names, str):
             names = (names,)
             others = (others,)

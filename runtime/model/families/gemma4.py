@@ -23,8 +23,11 @@ from ..config_json import (
     build_spec,
     num_layers,
     read_activation,
+    read_head_dim,
+    sliding_layers,
     windows_by_type,
 )
+from ..gguf_config import KEYS, GGUFFormat
 from ..spec import Activation, DecoderSpec, Experts, LinearScaling, Rope, TensorNames
 from .family import Family
 
@@ -57,6 +60,21 @@ ROPES: dict[str, dict[str, Any]] = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 FULL_EVERY = 6
+LLAMA_CPP_THETA = 10_000.0  # the base of rotary embeddings in files without one
+GGUF_KEYS = {
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "head_dim_swa": "attention.key_length_swa",
+    "value_dim_swa": "attention.value_length_swa",
+    "rotary_dim_swa": "rope.dimension_count_swa",
+    "rope_theta_swa": "rope.freq_base_swa",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 
 
 def read_gemma4(config: ConfigTable) -> DecoderSpec:
@@ -225,7 +243,73 @@ def _experts(config: ConfigTable) -> Experts:
     )
 
 
-GEMMA4 = Family(("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), ("gemma4_text", "gemma4_unified_text"), read_gemma4)
+def _derive(config: ConfigTable) -> dict[str, Any]:
+    """Return the keys of config.json that GGUF files have in another form: by layer, or under a key for each kind."""
+    layers = num_layers(config)
+    if not isinstance(config.values["sliding_window_pattern"], list):
+        raise config.refused("sliding_window_pattern", f"a list of {layers} flags")
+    slides = sliding_layers(config, layers, FULL_EVERY)
+    full_size = read_head_dim(config)
+    size = config.integer("head_dim_swa", 2, MAX_HEAD_DIM)
+    for key in ("value_dim_swa", "rotary_dim_swa"):
+        config.integer(key, size, size, size)
+    if config.values["rope_scaling"]:
+        raise config.refused("rope_scaling.factor", "absent: rotary embeddings are not scaled")
+    heads = _kv_heads_of_file(config, layers)
+    theta = config.positive("rope_theta", LLAMA_CPP_THETA)
+    thetas = {"full_attention": theta, "sliding_attention": config.positive("rope_theta_swa", theta)}
+    for key, each in zip(("rope_theta", "rope_theta_swa"), thetas.values(), strict=True):
+        if each <= 1:
+            raise config.refused(key, "above 1")
+    forms = {"full_attention": "proportional", "sliding_attention": "default"}
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "head_dim": size,
+        "num_key_value_heads": heads[slides.index(True) if True in slides else 0],
+        "per_layer_config": {
+            f"{layer}": {"head_dim": size if each else full_size, "num_key_value_heads": heads[layer]}
+            for layer, each in enumerate(slides)
+        },
+        "rope_parameters": {kind: {"rope_type": forms[kind], "rope_theta": thetas[kind]} for kind in forms},
+        "hidden_activation": DEFAULTS["hidden_activation"],
+        "vocab_size_per_layer_input": None,
+        "enable_moe_block": config.integer("num_experts", 0, MAX_EXPERTS, 0) > 0,
+        **_mlps_of_file(config, layers),
+    }
+
+
+def _kv_heads_of_file(config: ConfigTable, layers: int) -> list[int]:
+    """Return the number of KV heads of each layer, from a number or a list."""
+    counts = config.values["num_key_value_heads"]
+    each = counts if isinstance(counts, list) else [counts] * layers
+    heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    allowed = [count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= MAX_GROUP]
+    if len(each) != layers or any(type(count) is not int or count not in allowed for count in each):
+        raise config.refused(
+            "num_key_value_heads", f"a divisor of {heads}, at most {MAX_GROUP} times smaller, or {layers} of them"
+        )
+    return each
+
+
+def _mlps_of_file(config: ConfigTable, layers: int) -> dict[str, Any]:
+    """Return the size of MLPs, and whether layers that store no keys and values have twice this size."""
+    sizes = config.values["intermediate_size"]
+    if not isinstance(sizes, list):
+        return {}
+    shared = config.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    if len(sizes) != layers or sizes != [sizes[0]] * (layers - shared) + [2 * sizes[0]] * shared:
+        raise config.refused(
+            "intermediate_size", f"a number for all layers, or a list of {layers}: twice as much in the last {shared}"
+        )
+    return {"intermediate_size": sizes[0], "use_double_wide_mlp": True}
+
+
+GEMMA4 = Family(
+    ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    ("gemma4_text", "gemma4_unified_text"),
+    read_gemma4,
+    GGUFFormat("gemma4", KEYS | GGUF_KEYS, divides_full_layers=True, derive=_derive),
+)
 GEMMA4_WITH_IMAGES = Family(
     ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
     ("gemma4", "gemma4_unified"),

@@ -12,13 +12,14 @@ import pytest
 from quire.kernels.pack import widen_blocks
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import pack_model, read_spec
-from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling, YarnScaling
+from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling, Rope, YarnScaling
 from quire.runtime.model.weights.layer_weights import ExpertWeights
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
 from tests.support.ggml import random_blocks
 from tests.support.gguf_files import Tensor, convert, describe, encode, rope_factors, stored_tensors, write
+from tests.support.matrices import packed_matrices
 
 CHANGED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []},
@@ -212,6 +213,48 @@ def test_the_scores_of_gemma_27b_alone_are_scaled_by_hidden_size_and_heads(
     assert spec.attention_scale == scaled_by**-0.5
 
 
+def test_divisors_of_gemma_4_are_those_of_full_layers(edited: Callable[..., Path]) -> None:
+    """Pairs with a divisor of 1e30 are not rotated; the divisors of others may scale."""
+    divisors = np.array([1, 2, 4] + [1e30] * 29, np.float32)
+    spec = read_spec(edited("gemma4", {}, {"rope_freqs.weight": encode(divisors, "F32")}))
+    sliding, full = Rope(1e4, dim=32), Rope(1e6, FrequencyDivisors((1.0, 2.0, 4.0)), 6, 64)
+    assert spec.ropes == (sliding, sliding, full, sliding, sliding, sliding, full)
+
+
+@pytest.mark.parametrize("divisors", [[1e30] * 32, [1.0, 1e30] + [1.0] * 30, [0.0] * 32])
+def test_divisors_that_rotate_no_pair_or_others_than_the_first_are_refused(
+    edited: Callable[..., Path], divisors: list[float]
+) -> None:
+    path = edited("gemma4", {}, {"rope_freqs.weight": encode(np.array(divisors, np.float32), "F32")})
+    with pytest.raises(CorruptCheckpoint, match=r"rope_freqs\.weight has a value that is not between"):
+        read_spec(path)
+
+
+def test_a_gemma_4_may_have_keys_and_values_that_no_layer_reads(edited: Callable[..., Path], goldens: Path) -> None:
+    """Published folders have them for the last layers, which read earlier ones, and the converter copies them."""
+    tensors = stored_tensors(goldens / "gemma4", "F32")
+    unread = {f"blk.5.{name}": tensors[f"blk.3.{name}"] for name in ("attn_k.weight", "attn_v.weight")}
+    unread["blk.5.attn_k_norm.weight"] = tensors["blk.3.attn_k_norm.weight"]
+    assert read_spec(edited("gemma4", {}, unread)) == read_spec(edited("gemma4"))
+    with pytest.raises(UnsupportedModel, match=r"has tensor blk\.5\.attn_v\.bias"):
+        read_spec(edited("gemma4", {}, {"blk.5.attn_v.bias": tensors["blk.3.attn_k_norm.weight"]}))
+
+
+def test_gate_and_up_of_the_experts_of_a_gemma_4_may_be_two_tensors(edited: Callable[..., Path], goldens: Path) -> None:
+    tensors = stored_tensors(goldens / "gemma4_moe", "F32")
+    divided: dict[str, Tensor | None] = {}
+    for layer in range(3):
+        both = tensors[f"blk.{layer}.ffn_gate_up_exps.weight"]
+        gate, up = np.split(np.frombuffer(both.data, np.float32).reshape(both.shape), 2, axis=1)
+        divided |= {f"blk.{layer}.ffn_gate_up_exps.weight": None}
+        divided |= {
+            f"blk.{layer}.ffn_{name}_exps.weight": encode(each, "F32") for name, each in (("gate", gate), ("up", up))
+        }
+    packed, like = (pack_model(path, "f32") for path in (edited("gemma4_moe", {}, divided), goldens / "gemma4_moe"))
+    for matrix, other in zip(packed_matrices(packed.weights), packed_matrices(like.weights), strict=True):
+        np.testing.assert_array_equal(matrix.unpack(), other.unpack())
+
+
 def test_granite_without_multipliers(edited: Callable[..., Path]) -> None:
     keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
     spec = read_spec(edited("granite", {**{f"granite.{key}": None for key in keys}, "granite.residual_scale": 0.0}))
@@ -359,6 +402,36 @@ def test_the_rotated_part_of_a_head_is_not_rounded(model_folder: Callable[..., P
             r"\[true\]; it must be an integer, or a list of 4",
         ),
         ("gemma3", {"gemma3.attention.sliding_window_pattern": True}, "sliding_window_pattern is true; it must be"),
+        ("gemma4", {"gemma4.attention.sliding_window_pattern": 6}, "pattern is 6; it must be a list of 7 flags"),
+        (
+            "gemma4",
+            {"gemma4.attention.sliding_window_pattern": [True]},
+            r"\[true\]; it must be an integer, or a list",
+        ),
+        ("gemma4", {"gemma4.attention.key_length_swa": None}, "key_length_swa is missing; it must be an integer"),
+        ("gemma4", {"gemma4.attention.value_length_swa": 16}, "value_length_swa is 16; it must be an integer from 32"),
+        ("gemma4", {"gemma4.attention.value_length": 32}, "value_length is 32; it must be 64, the size of a head"),
+        ("gemma4", {"gemma4.rope.dimension_count_swa": 16}, "dimension_count_swa is 16; it must be an integer from 32"),
+        ("gemma4", {"gemma4.rope.scaling.factor": 2.0}, "rope.scaling.factor is 2.0; it must be absent"),
+        ("gemma4", {"gemma4.rope.freq_base_swa": 0.5}, "rope.freq_base_swa is 0.5; it must be above 1"),
+        ("gemma4", {"gemma4.attention.head_count_kv": [1] * 5 + [2]}, r"\[1, .* a divisor of 4, .* or 7 of them"),
+        (
+            "gemma4",
+            {"gemma4.attention.head_count_kv": [1] * 6 + [3]},
+            r"head_count_kv is \[1, .*; it must be a",
+        ),
+        ("gemma4", {"gemma4.feed_forward_length": [80] * 6 + [90]}, r"feed_forward_length is \[80, .* in the last 3"),
+        (
+            "gemma4",
+            {"gemma4.attention.shared_kv_layers": 7},
+            "shared_kv_layers is 7; it must be an integer from 0",
+        ),
+        (
+            "gemma4",
+            {"gemma4.embedding_length_per_layer_input": ("i32", -1)},
+            "per_layer_input is -1; it must be an integer",
+        ),
+        ("gemma4_moe", {"gemma4.expert_used_count": 9}, "expert_used_count is 9; it must be an integer from 1 to 8"),
         ("gemma3", {"gemma3.block_count": 1 << 30}, "block_count is 1073741824; it must be"),
         ("phi3", {"phi3.rope.dimension_count": 11}, "rope.dimension_count is 11; it must be even"),
         ("phi3", {"phi3.rope.dimension_count": 18}, "dimension_count is 18; it must be an integer from 2 to 16"),

@@ -52,7 +52,7 @@ METADATA: dict[str, dict[str, Any]] = {
 }
 UNCHANGED = (
     "llama", "arcee", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "stablelm",
-    "phi", "phi3",
+    "phi", "phi3", "gemma4", "gemma4_dense", "gemma4_moe",
 )  # fmt: skip
 FAMILIES = (*UNCHANGED, *CHANGED)
 LAYER = "blk.1."
@@ -98,6 +98,7 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     expected = read_spec(source)
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
     others = {"mistral": "llama", "granite_hybrid_moe": "granite_hybrid", "glm4_moe_lite": "deepseek_v3"}
+    others |= dict.fromkeys(("gemma4_dense", "gemma4_moe"), "gemma4")
     named = others.get(family, family)
     names = NAMES.get(family, GGUF_NAMES)
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
