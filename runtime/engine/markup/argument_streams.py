@@ -14,11 +14,9 @@ from typing import Any, Literal, Protocol
 
 from ...common.errors import InvalidRequest
 from ..json_schema.references import IN_PLACE, check_references, referred
+from .markup import CallSyntax
 
 SPACE = " \t\r\n"
-PARAMETER = "<parameter="
-END_OF_PARAMETER = "</parameter>"
-END_OF_JSON = "\n</parameter>"  # "\n" because a text may contain the literal, but no line break before it
 
 # Keys of a schema that do not restrict the value.
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
@@ -34,6 +32,7 @@ ValueForm = Literal["text", "mixed", "json"]
 
 _OUTSIDE_TEXT = re.compile(r'["{}\[\]]')
 _WITHIN_TEXT = re.compile(r'["\\]')
+_ESCAPED = re.compile(r"\\.", re.DOTALL)  # characters after a backslash
 
 
 class ArgumentStream(Protocol):
@@ -100,18 +99,20 @@ class JSONArguments:
 
 
 class ParameterArguments:
-    r"""Parameters of Qwen3-Coder, `<parameter=KEY>\nVALUE\n</parameter>`, as a JSON object.
+    r"""Parameters, as `<parameter=KEY>\nVALUE\n</parameter>`, as a JSON object.
 
-    The schema of the arguments decides which values are texts.
+    `syntax` has the literals around keys and values. The schema of the arguments decides which values are texts.
     """
 
-    def __init__(self, schema: Mapping[str, Any] | None) -> None:
+    def __init__(self, syntax: CallSyntax, schema: Mapping[str, Any] | None) -> None:
         self.is_complete = False
+        self._syntax = syntax
+        self._key_end = syntax.key_close.partition(" ")[0]
         self._schema = schema or {}
         self._num_parameters = 0
         self._form: ValueForm | None = None  # form of the next value
         self._value_schema: Any = True
-        self._end = END_OF_PARAMETER
+        self._end = syntax.value_close
         self._at_start = False  # no character of the value has been read
         self._held = ""  # text of a value that is shown at its end
 
@@ -131,42 +132,61 @@ class ParameterArguments:
     def _between(self, text: str, pieces: list[str]) -> str:
         """Take the head of the next parameter, or find the end of the parameters."""
         text = text.lstrip(SPACE)
-        if text.startswith(PARAMETER):
-            key, end, rest = text[len(PARAMETER) :].partition(">")
-            if not end:
+        opening = self._syntax.key_open
+        if text.startswith(opening):
+            key, end, rest = text[len(opening) :].partition(self._key_end)
+            size = match_literal(self._syntax.key_close, end + rest) if end else None
+            if size is None:
                 return text
-            self._value_schema = property_schema(self._schema, key)
-            self._form = value_form(self._value_schema)
-            self._at_start = True
-            pieces.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-            pieces.append('"' if self._form == "text" else "")
-            self._end = END_OF_JSON if self._form == "json" else END_OF_PARAMETER
-            self._num_parameters += 1
-            return rest
-        if not PARAMETER.startswith(text):
+            if size >= 0:
+                self._begin(key, pieces)
+                return (end + rest)[size:]
+        if not opening.startswith(text):
             self.is_complete = True
             pieces.append("}" if self._num_parameters else "{}")
         return text
 
+    def _begin(self, key: str, pieces: list[str]) -> None:
+        self._value_schema = property_schema(self._schema, key)
+        self._form = value_form(self._value_schema)
+        self._at_start = True
+        pieces.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        pieces.append('"' if self._form == "text" else "")
+        # A line break comes before the end because a text in JSON may contain the literal, but no line break.
+        is_json_on_lines = self._form == "json" and self._syntax.on_lines
+        self._end = f"\n{self._syntax.value_close}" if is_json_on_lines else self._syntax.value_close
+        self._num_parameters += 1
+
     def _value(self, text: str, pieces: list[str]) -> str:
         """Take more of a value, without the line breaks at its start and end."""
+        line_break = "\n" if self._syntax.on_lines else ""
         if self._at_start and text:
-            text = text.removeprefix("\n")
+            text = text.removeprefix(line_break)
             self._at_start = False
         end = text.find(self._end)
+        if end >= 0 and self._is_in_text(text[:end]):  # the literal is a part of a text in JSON
+            self._held += text[: end + 1]
+            return text[end + 1 :]
         if end >= 0:
-            value = self._held + text[:end].removesuffix("\n")
+            value = self._held + text[:end].removesuffix(line_break)
             text = text[end + len(self._end) :]
             pieces.append(_text(value) + '"' if self._form == "text" else _json_value(value, self._value_schema))
             self._held = ""
             self._form = None
             return text
-        end = len(text) - max(num_held(text, "\n" + END_OF_PARAMETER), num_held(text, END_OF_PARAMETER))
+        literal = self._syntax.value_close
+        end = len(text) - max(num_held(text, line_break + literal), num_held(text, literal))
         if self._form == "text":
             pieces.append(_text(text[:end]))
         else:
             self._held += text[:end]
         return text[end:]
+
+    def _is_in_text(self, rest: str) -> bool:
+        """Return whether a value in JSON that continues with `rest` ends within a text."""
+        if self._form != "json" or self._syntax.on_lines:
+            return False
+        return _ESCAPED.sub("", self._held + rest).count('"') % 2 == 1
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Any:
@@ -270,12 +290,24 @@ def value_form(schema: Any) -> ValueForm:
 
 
 def text_values(schema: Any) -> list[str]:
-    """Return the texts to which a schema restricts its value; none if it allows other values."""
+    """Return the texts to which a schema restricts its value; none if it allows other values, or texts with tags."""
     keys = schema.keys() - ANNOTATION_KEYWORDS - {"type"} if isinstance(schema, dict) else set()
     values = schema["enum"] if keys == {"enum"} else [schema["const"]] if keys == {"const"} else []
     if not keys or schema.get("type", "string") != "string" or not isinstance(values, list):
         return []
-    return values if all(isinstance(each, str) and END_OF_PARAMETER not in each for each in values) else []
+    return values if all(isinstance(each, str) and "</" not in each for each in values) else []
+
+
+def match_literal(literal: str, text: str) -> int | None:
+    """Return the end of `literal` at the beginning of the text; -1 if it is not there, None if more text is needed."""
+    at = 0
+    for index, part in enumerate(literal.split(" ")):
+        if index:
+            at = len(text) - len(text[at:].lstrip(SPACE))
+        if not text.startswith(part, at):
+            return None if part.startswith(text[at:]) else -1
+        at += len(part)
+    return at
 
 
 def num_held(text: str, literal: str) -> int:

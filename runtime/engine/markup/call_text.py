@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .argument_streams import END_OF_PARAMETER, PARAMETER
+from .literal_arguments import gemma_arguments, python_arguments
 from .markup import MARK, CallSyntax
-from .python_arguments import python_arguments
 
 FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model with an unknown one
 EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
@@ -46,8 +45,14 @@ def _arguments(syntax: CallSyntax, arguments: Mapping[str, Any]) -> str:
         return json.dumps(arguments, ensure_ascii=False)
     if syntax.arguments == "python":
         return python_arguments(arguments)
+    if syntax.arguments == "gemma":
+        return gemma_arguments(arguments, syntax.quote.replace(MARK, ""))
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in arguments.items()
     }
-    return "\n".join(f"{PARAMETER}{key}>\n{text}\n{END_OF_PARAMETER}" for key, text in texts.items())
+    literals = (syntax.key_open, syntax.key_close, syntax.value_close)
+    key_open, key_close, value_close = (each.replace(MARK, "").replace(" ", "\n") for each in literals)
+    line = "\n" if syntax.on_lines else ""
+    written = (f"{key_open}{key}{key_close}{line}{text}{line}{value_close}" for key, text in texts.items())
+    return "\n".join(written)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 MARK = "\ufdd0"  # a noncharacter, which grammars exclude from texts
 
-ArgumentsForm = Literal["json", "parameters", "python"]
+ArgumentsForm = Literal["json", "parameters", "python", "gemma"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,11 @@ class Reasoning:
 class CallSyntax:
     """A list of calls: `begin`, calls with `separator` between them, `end`.
 
-    A call is `open`, its tool's name, `middle`, its arguments, `close`. A `bare` list may leave out `begin` where the
-    answer begins with it.
+    A call is `open`, its tool's name, `middle`, its arguments, `close`. With `id_open`, this literal and an id of the
+    call may follow the name. A `bare` list may leave out `begin` where the answer begins with it.
+
+    A parameter is `key_open`, its name, `key_close`, its value, `value_close`; white space may follow it. Values are on
+    lines of their own if `on_lines`. A text in the arguments of Gemma is between two `quote`.
     """
 
     open: str
@@ -41,6 +44,12 @@ class CallSyntax:
     end: str = ""
     bare: bool = False
     arguments: ArgumentsForm = "json"
+    id_open: str = ""
+    key_open: str = ""
+    key_close: str = ""
+    value_close: str = ""
+    on_lines: bool = False
+    quote: str = ""
 
     @property
     def trigger(self) -> str:
@@ -84,6 +93,8 @@ class Markup:
 CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 THINK = Reasoning("<think>", "</think>")
 BRACKETS = Reasoning("[THINK]", "[/THINK]")
+SEED_THINK = Reasoning("<seed:think>", "</seed:think>")
+THOUGHT = Reasoning("<|channel>thought", "<channel|>")
 
 _NAME_FIRST = ' { "name" : "'
 _ARGUMENTS = '" , "arguments" : '
@@ -92,14 +103,49 @@ _ARGUMENTS = '" , "arguments" : '
 KNOWN_MARKUPS: dict[str, Markup] = {
     "hermes": Markup(calls=CallSyntax(f"<tool_call>{_NAME_FIRST}", _ARGUMENTS, " } </tool_call>")),
     "qwen3_coder": Markup(
-        calls=CallSyntax("<tool_call> <function=", "> ", " </function> </tool_call>", arguments="parameters")
+        calls=CallSyntax(
+            "<tool_call> <function=",
+            "> ",
+            " </function> </tool_call>",
+            arguments="parameters",
+            key_open="<parameter=",
+            key_close=">",
+            value_close="</parameter>",
+            on_lines=True,
+        )
+    ),
+    "seed_oss": Markup(
+        calls=CallSyntax(
+            "<seed:tool_call> <function=",
+            "> ",
+            " </function> </seed:tool_call>",
+            arguments="parameters",
+            key_open="<parameter=",
+            key_close=">",
+            value_close="</parameter>",
+        )
+    ),
+    "glm45": Markup(
+        calls=CallSyntax(
+            "<tool_call>",
+            " ",
+            " </tool_call>",
+            arguments="parameters",
+            key_open="<arg_key>",
+            key_close="</arg_key> <arg_value>",
+            value_close="</arg_value>",
+        )
+    ),
+    "gemma4": Markup(calls=CallSyntax("<|tool_call>call:", "{", "}<tool_call|>", arguments="gemma", quote='<|"|>')),
+    "hunyuan_a13b": Markup(
+        calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="<tool_calls> [", separator=" ,", end=" ] </tool_calls>")
     ),
     "llama3_json": Markup(
         calls=CallSyntax(
             ' { "name" : "', '" , "parameters" : ', " }", begin="<|python_tag|>", separator=" ; ", bare=True
         )
     ),
-    "mistral": Markup(calls=CallSyntax("[TOOL_CALLS]", "[ARGS] ", "", separator="")),
+    "mistral": Markup(calls=CallSyntax("[TOOL_CALLS]", "[ARGS] ", "", separator="", id_open="[CALL_ID]")),
     "mistral_list": Markup(
         calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="[TOOL_CALLS] [", separator=" ,", end=" ]")
     ),

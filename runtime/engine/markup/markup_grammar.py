@@ -14,10 +14,10 @@ from typing import Any, Literal
 from ...common.errors import InvalidRequest
 from ..json_schema.references import BY_REFERENCE, schemas_inside, with_references
 from ..json_schema.schema import library_options
-from .argument_streams import END_OF_JSON, END_OF_PARAMETER, PARAMETER, parameters_schema, text_values, value_form
+from .argument_streams import parameters_schema, text_values, value_form
+from .literal_arguments import NOTATIONS, Notation, gemma_literal
+from .literal_values import LiteralForms, LiteralValues, python_forms
 from .markup import MARK, CallSyntax, Markup
-from .python_arguments import NEVER_IN_KEYS
-from .python_values import PythonValues
 
 CallsNeeded = Literal["none", "auto", "required"]
 
@@ -93,63 +93,107 @@ class MarkupGrammar:
         return self._rule(f"{self._literal(rest) if calls.begin else ''} {call}{more} {self._literal(calls.end)}")
 
     def _call(self, calls: CallSyntax, opening: str, name: str, schema: Any) -> str:
-        forms = {"parameters": self._parameters, "python": self._python, "json": self._json}
-        arguments = forms[calls.arguments](schema)
-        return self._rule(f"{self._literal(opening + name + calls.middle)} {arguments} {self._literal(calls.close)}")
+        match calls.arguments:
+            case "json":
+                arguments = self._json(schema)
+            case "parameters":
+                arguments = self._parameters(calls, schema)
+            case "python" | "gemma":
+                arguments = self._literals(calls, NOTATIONS[calls.arguments], schema)
+        head = self._literal(opening + name + calls.middle)
+        if calls.id_open:
+            call_id = f"({self._literal(calls.id_open)} /[A-Za-z0-9]{{9}}/)?"
+            head = f"{self._literal(opening + name)} {call_id} {self._literal(calls.middle)}"
+        return self._rule(f"{head} {arguments} {self._literal(calls.close)}")
 
-    def _parameters(self, schema: Any) -> str:
-        """Return the rule of Qwen3-Coder's parameters, in the schema's order."""
-        flat = parameters_schema(schema)
+    def _parameters(self, calls: CallSyntax, schema: Any) -> str:
+        """Return the rule of parameters, in the schema's order."""
+        key_end, _, value_open = calls.key_close.partition(" ")
+        flat = parameters_schema(schema, never=key_end[0])
+        after = f"ws? {self._literal(value_open)} " if value_open else ""
         rules = []
         for key, given in flat["properties"].items():
             if given is not False:
-                rule = self._rule(f"ws? {_quoted(f'{PARAMETER}{key}>')} {self._parameter(schema, given)}")
+                head = self._exactly(f"{calls.key_open}{key}{key_end}")
+                rule = self._rule(f"ws? {head} {after}{self._parameter(calls, schema, given)}")
                 rules.append(rule if key in flat["required"] else f"{rule}?")
         if (others := flat["additionalProperties"]) is not False:
-            rules.append(
-                self._rule(f"ws? {self._other_name(flat['properties'])} {self._parameter(schema, others)}") + "*"
-            )
+            head = self._other_name(calls.key_open, key_end, flat["properties"])
+            rules.append(self._rule(f"ws? {head} {after}{self._parameter(calls, schema, others)}") + "*")
         return " ".join(rules)
 
-    def _python(self, schema: Any) -> str:
-        """Return the rule of arguments in Python's syntax, in the schema's order."""
-        flat = parameters_schema(schema, never=NEVER_IN_KEYS)
+    def _other_name(self, opening: str, closing: str, known: Iterable[str]) -> str:
+        """Return the rule of the head of a parameter with another name.
+
+        It is one terminal, because a known head may begin as it does, unless it begins with a special token.
+        """
+        name = f"HEAD_{len(self._lines)}"
+        inner = f"[^{re.escape(closing[0])}\\uFDD0]+"
+        if {opening, closing} & self._special.keys():
+            self._define(name, f"/{inner}/", known)
+            return f"{self._exactly(opening)} {name} {self._exactly(closing)}"
+        literals = [re.escape(each).replace("/", "\\/") for each in (opening, closing)]
+        self._define(name, f"/{literals[0]}{inner}{literals[1]}/", [f"{opening}{key}{closing}" for key in known])
+        return name
+
+    def _define(self, name: str, pattern: str, never: Iterable[str]) -> None:
+        """Define a terminal that matches no text in `never`."""
+        others = " | ".join(map(_quoted, never))
+        self._lines.append(f"{name}: {pattern}" + (f" & ~({others})" if others else ""))
+
+    def _parameter(self, calls: CallSyntax, schema: Mapping[str, Any], given: Any) -> str:
+        """Return the rule of one value, up to the end of its parameter."""
+        form = value_form(given)
+        values = text_values(given)
+        line_break = "\n" if calls.on_lines else ""
+        line = f"{_quoted(line_break)} " if line_break else ""
+        end = f"{line}{self._exactly(calls.value_close)}"
+        if form == "text" and values:
+            return f"{line}({' | '.join(map(_quoted, values))}) {end}"
+        if form == "json":
+            return f"{line}{self._json(_with_definitions(schema, given))} {end}"
+        if form == "mixed":  # a tool without an enforceable schema: the parser may read the value as JSON
+            text = self._terminal([calls.value_close], [])
+            return f"{line}{self._until(line_break + calls.value_close, text)}"
+        return f"{line}{self._until(calls.value_close, 'ANY')}"
+
+    def _literals(self, calls: CallSyntax, notation: Notation, schema: Any) -> str:
+        """Return the rule of arguments as literals, in the schema's order."""
+        flat = parameters_schema(schema, never=notation.never_in_keys)
         if "" in flat["properties"]:
             raise InvalidRequest("a property without a name cannot be an argument of this model")
-        values = PythonValues(self._lines, self._rule, lambda given: self._json(_with_definitions(schema, given)))
+        forms = self._gemma_forms(calls.quote) if calls.quote else python_forms(self._json({"type": "string"}))
+
+        def json_rule_of(given: Any) -> str:
+            return self._json(_with_definitions(schema, given))
+
+        values = LiteralValues(notation, forms, self._lines, self._rule, json_rule_of)
         arguments = [
-            (f"{_quoted(f'{key}=')} {values.rule(given)}", key in flat["required"])
+            (f"{_quoted(f'{key}{notation.sign}')} {values.rule(given)}", key in flat["required"])
             for key, given in flat["properties"].items()
             if given is not False
         ]
         more = ""
         if (others := flat["additionalProperties"]) is not False:
             name = f"KEY_{len(self._lines)}"
-            known = " | ".join(_quoted(f"{key}=") for key in flat["properties"])
-            self._lines.append(f"{name}: /[A-Za-z_][A-Za-z0-9_]*=/" + (f" & ~({known})" if known else ""))
+            known = [f"{key}{notation.sign}" for key in flat["properties"]]
+            self._define(name, f"/[A-Za-z_][A-Za-z0-9_]*{notation.sign}/", known)
             more = self._rule(f"{name} {values.rule(others)}")
         return values.sequence(arguments, more)
 
-    def _other_name(self, known: Iterable[str]) -> str:
-        """Return the terminal of the head of a parameter with another name."""
-        name = f"HEAD_{len(self._lines)}"
-        heads = " | ".join(_quoted(f"{PARAMETER}{key}>") for key in known)
-        self._lines.append(f"{name}: /{PARAMETER}[^>\\uFDD0]+>/" + (f" & ~({heads})" if heads else ""))
-        return name
+    def _gemma_forms(self, quote: str) -> LiteralForms:
+        """Return the forms of Gemma's literals."""
+        notation = NOTATIONS["gemma"]
 
-    def _parameter(self, schema: Mapping[str, Any], given: Any) -> str:
-        """Return the rule of one value, up to the end of its parameter."""
-        form = value_form(given)
-        values = text_values(given)
-        end = _quoted(END_OF_PARAMETER)
-        if form == "text" and values:
-            return f'"\\n" ({" | ".join(map(_quoted, values))}) "\\n" {end}'
-        if form == "json":
-            return f'"\\n" {self._json(_with_definitions(schema, given))} "\\n" {end}'
-        if form == "mixed":  # a tool without an enforceable schema: the parser may read the value as JSON
-            text = self._terminal([END_OF_PARAMETER], [])
-            return f'"\\n" {self._until(END_OF_JSON, text)}'
-        return f'"\\n" {self._until(END_OF_PARAMETER, "ANY")}'
+        def key(name: str) -> str:
+            return _quoted(f"{name}:") if notation.key.fullmatch(name) else ""
+
+        return LiteralForms(
+            text=f"{self._exactly(quote)} {self._until(quote, 'ANY')}",
+            literal=lambda value: self._exactly(gemma_literal(value, quote)),
+            key=key,
+            any_key="/[A-Za-z_][A-Za-z0-9_.-]*:/",
+        )
 
     # Messages of channels
 
@@ -179,11 +223,12 @@ class MarkupGrammar:
 
     def _literal(self, literal: str) -> str:
         """Return a literal as tokens and texts, with optional white space where it has a space."""
-        words = []
-        for part in literal.split(" "):
-            pieces = self._split.split(part) if self._special else [part]
-            words.append(" ".join(self._token(each) for each in pieces if each))
-        return " ws? ".join(words)
+        return " ws? ".join(map(self._exactly, literal.split(" ")))
+
+    def _exactly(self, text: str) -> str:
+        """Return a text as tokens and texts."""
+        pieces = self._split.split(text) if self._special else [text]
+        return " ".join(self._token(each) for each in pieces if each)
 
     def _token(self, text: str) -> str:
         return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ...common.types import Delta, DeltaKind
-from .argument_streams import SPACE, ArgumentStream, JSONArguments, ParameterArguments, num_held
+from .argument_streams import SPACE, ArgumentStream, JSONArguments, ParameterArguments, match_literal, num_held
+from .literal_arguments import NOTATIONS, LiteralArguments
 from .markup import MARK, CallSyntax, Markup
-from .python_arguments import PythonArguments
 
 Schemas = Mapping[str, Any]  # tool's name -> schema of its arguments
 
@@ -128,7 +128,7 @@ class MarkupParser:
         calls = self._calls
         if calls is None or not calls.bare or not self._takes_bare_calls:
             return self._answer
-        end = _match(calls.open, self._buffer)
+        end = match_literal(calls.open, self._buffer)
         if end is None:
             return None
         return self._answer if end < 0 else self._expect(calls.open, self._name)
@@ -145,7 +145,7 @@ class MarkupParser:
 
     def _literal(self) -> Callable[[], Any] | None:
         """Take the literal that must come next."""
-        end = _match(self._expected, self._buffer)
+        end = match_literal(self._expected, self._buffer)
         if end is None:
             return None
         if end < 0:
@@ -167,6 +167,20 @@ class MarkupParser:
         self._buffer = self._buffer[len(name) :]
         self._deltas.append(Delta("call", name))
         self._arguments = _arguments(self._calls, self._schemas.get(name))
+        return self._call_id
+
+    def _call_id(self) -> Callable[[], Any] | None:
+        """Skip an id after the name. Clients get ids of the server's own."""
+        assert self._calls is not None
+        literal = self._calls.id_open
+        if literal and not self._buffer.startswith(literal) and literal.startswith(self._buffer):
+            return None
+        if literal and self._buffer.startswith(literal):
+            match = _NAME.match(self._buffer, len(literal))
+            assert match is not None, "it matches the empty text"
+            if match.end() == len(self._buffer):
+                return None
+            self._buffer = self._buffer[match.end() :]
         return self._expect(self._calls.middle, self._in_arguments)
 
     def _in_arguments(self) -> Callable[[], Any] | None:
@@ -324,20 +338,8 @@ class ChannelParser:
 
 def _arguments(calls: CallSyntax, schema: Any) -> ArgumentStream:
     if calls.arguments == "parameters":
-        return ParameterArguments(schema)
-    return PythonArguments() if calls.arguments == "python" else JSONArguments()
-
-
-def _match(literal: str, text: str) -> int | None:
-    """Return the end of `literal` at the beginning of the text; -1 if it is not there, None if more text is needed."""
-    at = 0
-    for index, part in enumerate(literal.split(" ")):
-        if index:
-            at = len(text) - len(text[at:].lstrip(SPACE))
-        if not text.startswith(part, at):
-            return None if part.startswith(text[at:]) else -1
-        at += len(part)
-    return at
+        return ParameterArguments(calls, schema)
+    return JSONArguments() if calls.arguments == "json" else LiteralArguments(NOTATIONS[calls.arguments], calls.quote)
 
 
 def _without_start(text: str, literal: str) -> str:

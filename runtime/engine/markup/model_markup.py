@@ -14,15 +14,19 @@ from typing import Any
 
 import structlog
 
-from .markup import BRACKETS, KNOWN_MARKUPS, THINK, CallSyntax, Markup, Reasoning
+from .markup import BRACKETS, KNOWN_MARKUPS, SEED_THINK, THINK, THOUGHT, CallSyntax, Markup, Reasoning
 
 # Texts in the chat template of each family; the first family with all of them is the model's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
+    ("hunyuan_a13b", ("<tool_calls>[",)),
     ("granite", ("<|start_of_role|>", "<|tool_call|>")),
     ("phi4_mini_json", ("<|tool_call|>",)),
     ("phi4_mini_json", ("<|tool|>",)),
@@ -69,7 +73,7 @@ def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
     family = KNOWN_MARKUPS.get(name, Markup())
     if family.channels:
         return family
-    found = [each for each in (THINK, BRACKETS) if each.close in template or each.close in tokens]
+    found = [each for each in (THINK, BRACKETS, SEED_THINK, THOUGHT) if each.close in template or each.close in tokens]
     return replace(family, reasoning=found[0] if found else None)
 
 
@@ -128,9 +132,10 @@ def _calls(field: Mapping[str, Any]) -> CallSyntax:
     options = field.get("content_args") or {}
     if content == "xml-inline":
         # The template does not define the text between the tags: only a family does.
-        for family in KNOWN_MARKUPS.values():
-            if family.calls is not None and family.calls.arguments == "parameters" and family.calls.open == opening:
-                return family.calls
+        tag = f"{options.get('tag_pattern')}" if isinstance(options, Mapping) else ""
+        for calls in (family.calls for family in KNOWN_MARKUPS.values() if family.calls is not None):
+            if calls.arguments == "parameters" and calls.open == opening and tag.startswith(calls.key_open):
+                return calls
     is_json = content == "json" and isinstance(options, Mapping)
     if not is_json or any(map(options.get, ("unquoted_keys", "string_delims"))):
         raise _OtherForm("only JSON between two delimiters can be enforced")

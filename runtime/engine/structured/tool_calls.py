@@ -172,7 +172,9 @@ class ToolCalls:
         calls = self._grammar_markup.calls
         try:
             schema = _schema(function)
-            return parameters_schema(schema) if calls is not None and calls.arguments == "parameters" else schema
+            if calls is None or calls.arguments != "parameters":
+                return schema
+            return parameters_schema(schema, never=calls.key_close[0])
         except InvalidRequest:
             return {**ANY_OBJECT, **function["parameters"]}
 

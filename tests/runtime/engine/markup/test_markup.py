@@ -10,7 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, KNOWN_MARKUPS, MARK, THINK, CallSyntax, Markup
+from quire.runtime.engine.markup.markup import (
+    BRACKETS,
+    CHANNEL_TOKENS,
+    KNOWN_MARKUPS,
+    MARK,
+    SEED_THINK,
+    THINK,
+    THOUGHT,
+    CallSyntax,
+    Markup,
+)
 from quire.runtime.engine.markup.markup_parser import ChannelParser, Delta, MarkupParser, OutputParser
 
 Read = list[tuple[str, str]]
@@ -21,7 +31,8 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-SCHEMAS: dict[str, Any] = {"weather": WEATHER, "time": {"type": "object", "properties": {}}}
+PLAN = {"type": "object", "properties": {"days": {"type": "array"}, "a b": {"type": "array"}}}
+SCHEMAS: dict[str, Any] = {"weather": WEATHER, "time": {"type": "object", "properties": {}}, "plan": PLAN}
 CALL = '{"city": "a }\\" [<b", "days": 2}'
 THINKING = replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
 
@@ -54,6 +65,76 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
             ("call", "time"),
             ("arguments", "{}"),
         ],
+    ),
+    (
+        replace(KNOWN_MARKUPS["seed_oss"], reasoning=SEED_THINK),
+        "<seed:think>So.</seed:think>I ask.\n<seed:tool_call>\n<function=weather>\n<parameter=city>New\n"
+        '"York"\n</parameter>\n<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n'
+        "<seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>",
+        [
+            ("reasoning", "So."),
+            ("content", "I ask."),
+            ("call", "weather"),
+            ("arguments", '{"city": "New\\n\\"York\\"\\n", "days": 2}'),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        replace(KNOWN_MARKUPS["glm45"], reasoning=THINK),
+        "<think>So.</think>\nI ask.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>\nNew </arg_valu"
+        "</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>null</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>",
+        [
+            ("reasoning", "So."),
+            ("content", "I ask."),
+            ("call", "weather"),
+            ("arguments", '{"city": "\\nNew </arg_valu", "unit": null}'),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (  # GLM-4.7 has no white space between tags; a text within JSON may have a tag
+        KNOWN_MARKUPS["glm45"],
+        '<tool_call>plan<arg_key>days</arg_key><arg_value>["\\"</arg_value>", 2]</arg_value><arg_key>a b</arg_key>'
+        "<arg_value>[]</arg_value></tool_call><tool_call>time</tool_call>",
+        [
+            ("call", "plan"),
+            ("arguments", '{"days": ["\\"</arg_value>", 2], "a b": []}'),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        replace(KNOWN_MARKUPS["gemma4"], reasoning=THOUGHT),
+        '<|channel>thought\nSo <x>.\n<channel|>I ask.<|tool_call>call:weather{city:<|"|>a }\\" [<b<|"|>,days:2}'
+        "<tool_call|><|tool_call>call:time{}<tool_call|>",
+        [
+            ("reasoning", "So <x>."),
+            ("content", "I ask."),
+            ("call", "weather"),
+            ("arguments", '{"city": "a }\\\\\\" [<b", "days": 2}'),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        KNOWN_MARKUPS["gemma4"],
+        '<|tool_call>call:plan{ a-b : {c d:[true,null,-2.5e3, <|"|><|"|>],<|"|>e<|"|>:{}}, days:["\\u00e9", []] }'
+        "<tool_call|>",
+        [
+            ("call", "plan"),
+            ("arguments", '{"a-b": {"c d": [true, null, -2.5e3, ""], "e": {}}, "days": ["\\u00e9", []]}'),
+        ],
+    ),
+    (
+        KNOWN_MARKUPS["hunyuan_a13b"],
+        f'<tool_calls>[{{"name": "weather", "arguments": {CALL}}}, {{"name": "time", "arguments": {{}}}}]</tool_calls>',
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (  # the id of Mistral Small 3.2
+        KNOWN_MARKUPS["mistral"],
+        f"[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{CALL}[TOOL_CALLS]time[CALL_ID]123456789[ARGS]{{}}",
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
         KNOWN_MARKUPS["llama3_json"],
@@ -162,6 +243,7 @@ SAMPLES.append(
 )
 SPECIAL = (
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *("[CALL_ID]", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>', "<arg_key>", "</arg_key>"),
     *CHANNEL_TOKENS,
 )
 MARKERS = (
@@ -178,6 +260,9 @@ MARKERS = (
     "function=",
     "parameter=",
     '"name"',
+    "arg_",
+    "<seed",
+    "<channel",
 )
 
 
@@ -218,7 +303,7 @@ BOTH = [
 def test_every_family_has_a_sample() -> None:
     sampled = [(markup.calls, markup.channels) for markup, _, _ in SAMPLES]
     assert all((family.calls, family.channels) in sampled for family in KNOWN_MARKUPS.values())
-    assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS}
+    assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS, SEED_THINK, THOUGHT}
 
 
 @pytest.mark.parametrize(("markup", "text", "expected"), BOTH)

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 from quire.runtime.engine import TextProcessor
-from quire.runtime.engine.markup.markup import BRACKETS, KNOWN_MARKUPS, MARK, THINK, CallSyntax, Markup, Reasoning
+from quire.runtime.engine.markup.markup import (
+    BRACKETS,
+    KNOWN_MARKUPS,
+    MARK,
+    SEED_THINK,
+    THINK,
+    THOUGHT,
+    CallSyntax,
+    Markup,
+    Reasoning,
+)
 from quire.runtime.engine.markup.model_markup import find_markup
 from quire.runtime.model import BUNDLED_MODEL
 from structlog.testing import capture_logs
@@ -30,6 +40,10 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
     [
         ("{{ '<tool_call>\\n' }}", "hermes"),
         ("<tool_call><function=", "qwen3_coder"),
+        ("{{ '<tool_call>' + name }}<arg_key>", "glm45"),
+        ("<seed:tool_call>\\n<function=", "seed_oss"),
+        ("'<|tool_call>call:' + name + '{'", "gemma4"),
+        ("<tool_calls>[", "hunyuan_a13b"),
         ('<|start_header_id|>{"name": function name, "parameters": …}', "llama3_json"),
         ("[TOOL_CALLS]", "mistral_list"),
         ("[TOOL_CALLS][ARGS]", "mistral"),
@@ -54,6 +68,11 @@ def test_the_chat_template_says_which_family_it_is(template: str, expected: str 
         reasoning=replace(BRACKETS, close=f"{MARK}[/THINK]"),
         tokens={"[/THINK]": 3},
     )
+
+
+@pytest.mark.parametrize(("sign", "reasoning"), [("<channel|>", THOUGHT), ("</seed:think>", SEED_THINK)])
+def test_the_chat_template_says_where_reasoning_ends(sign: str, reasoning: Reasoning) -> None:
+    assert find_markup("auto", f"plain {sign}", {}) == Markup(reasoning)
 
 
 def test_a_template_without_calls_leaves_the_family_to_the_special_tokens() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from structlog.testing import capture_logs
 DEEPSEEK = KNOWN_MARKUPS["deepseek_v31"].calls or CallSyntax("", "", "")
 SPECIAL = (
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *("[CALL_ID]", "<|tool_call>", "<tool_call|>", '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *CHANNEL_TOKENS,
 )
 PIECES = (
@@ -30,6 +31,7 @@ PIECES = (
     "<function=", "<parameter=", "</parameter>", "</function>", "\n```json\n", "<|tool_call|>", '{"name": "', "final",
     '"parameters": ', '"arguments": ', "commentary to=functions.", "Paris",
     DEEPSEEK.open, DEEPSEEK.begin, DEEPSEEK.middle, "<TOOLCALL>", "</TOOLCALL>", 'city="', "weather(", "days=",
+    "<seed:tool_call>", "</seed:tool_call>", "<tool_calls>", "</tool_calls>", "call:weather{", "city:", "days:", "city",
 )  # fmt: skip
 EOS = 0
 
@@ -412,6 +414,118 @@ def test_arguments_in_python_match_the_schema(text: str, expected: Any) -> None:
 )
 def test_other_schemas_of_arguments_in_python(schema: Any, text: str, expected: Any) -> None:
     assert python_arguments(schema, text) == expected
+
+
+def gemma_arguments(parameters: Any, text: str) -> Any:
+    """Return the arguments of Gemma's call with this text as the client gets them; None if it is not allowed."""
+    markup = KNOWN_MARKUPS["gemma4"]
+    allowed = [
+        arguments_in(markup.with_special(special), parameters, f"<|tool_call>call:f{{{text}}}<tool_call|>", special)
+        for special in ({}, IDS)
+    ]
+    assert allowed[0] == allowed[1]
+    return allowed[0]
+
+
+def arguments_in(markup: Markup, parameters: Any, text: str, special: Mapping[str, int]) -> Any:
+    """Return the arguments of a call in a vocabulary with these special tokens; None if it is not allowed."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    calls = ToolCalls(markup, (tool,), ToolChoice(needed="required"))
+    structure = calls.structure("prompt", None)
+    assert structure is not None
+    pieces = re.split("(" + "|".join(map(re.escape, markup.tokens)) + ")", text) if markup.tokens else [text]
+    ids = [token for piece in pieces for token in ([special[piece]] if piece in markup.tokens else VOCABULARY(piece))]
+    matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+    if matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting():
+        return None
+    new_parser = calls.new_parser("prompt", None)
+    assert new_parser is not None
+    marked = "".join(markup.marked(piece) for piece in pieces)
+    return json.loads("".join(piece for kind, piece in new_parser().feed(marked) if kind == "arguments"))
+
+
+Q = '<|"|>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"city:{Q}Rome{Q},back:true", {"city": "Rome", "back": True}),
+        (f'city:{Q}it\'s "a" \\n{{<{Q},days:3,back:false', {"city": 'it\'s "a" \\n{<', "days": 3, "back": False}),
+        (f"city:{Q}{Q},back:true,via:[{Q}a{Q},null]", {"city": "", "back": True, "via": ["a", None]}),
+        (f"city:{Q}{Q},back:true,unit:{Q}it's{Q}", {"city": "", "back": True, "unit": "it's"}),
+        (
+            f"city:{Q}{Q},back:true,guest:{{name:{Q}é{Q},is_child:false}}",
+            {"city": "", "back": True, "guest": {"name": "é", "is_child": False}},
+        ),
+        (
+            f"city:{Q}{Q},back:true,any:[{{a:null,b_c:{Q}x{Q}}}]",
+            {"city": "", "back": True, "any": [{"a": None, "b_c": "x"}]},
+        ),
+        (f'city:{Q}{Q},back:true,date-of:"2026"', {"city": "", "back": True, "date-of": "2026"}),
+        *(
+            (text, None)
+            for text in (
+                "",
+                f"city:{Q}Rome{Q}",
+                "city:Rome,back:true",
+                f"city:{Q}{Q},back:True",
+                f"city:{Q}{Q},days:0,back:true",
+                f"back:true,city:{Q}{Q}",
+                f"city:{Q}{Q},back:true,via:[1]",
+                f"city:{Q}{Q},back:true,unit:{Q}m{Q}",
+                f"city:{Q}{Q},back:true,guest:{{is_child:true,age:3}}",
+                f"city:{Q}{Q},back:true,other:1",
+            )
+        ),
+    ],
+)
+def test_arguments_of_gemma_match_the_schema(text: str, expected: Any) -> None:
+    assert gemma_arguments(TRIP, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"properties": {}}, "", {}),
+        ({}, f"a:1,_b:{Q}x{Q}", {"a": 1, "_b": "x"}),
+        ({"properties": {"a b": {"type": "integer"}}}, "a b:1", {"a b": 1}),
+        (TREE, 'n:1,of:[{"n": 2, "of": []}]', {"n": 1, "of": [{"n": 2, "of": []}]}),
+        (
+            {"properties": {"a": {"type": "object", "properties": {"b,": {}}, "additionalProperties": False}}},
+            'a:{"b,": "x"}',
+            {"a": {"b,": "x"}},
+        ),
+    ],
+)
+def test_other_schemas_of_arguments_of_gemma(schema: Any, text: str, expected: Any) -> None:
+    assert gemma_arguments(schema, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<arg_key>city</arg_key><arg_value>\nRome</arg_value>", {"city": "\nRome"}),
+        ("\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n",
+         {"city": "5", "n": 5}),
+        ('<arg_key>city</arg_key><arg_value></arg_value><arg_key>l</arg_key><arg_value>["a"]</arg_value>',
+         {"city": "", "l": ["a"]}),
+        ("<arg_key>city</arg_key><arg_value>x</arg_value><arg_key>b c</arg_key><arg_value>null</arg_value>",
+         {"city": "x", "b c": None}),
+        ("<arg_key>n</arg_key><arg_value>5</arg_value>", None),
+        ("<arg_key>city</arg_key><arg_value>x</arg_value><arg_key>n</arg_key><arg_value>x</arg_value>", None),
+        ("<arg_key>city</arg_key><arg_value>x</arg_value><arg_key>m</arg_key><arg_value>1.5</arg_value>", None),
+    ],
+)  # fmt: skip
+def test_arguments_of_glm_match_the_schema(text: str, expected: Any) -> None:
+    schema = {
+        "properties": {"city": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}},
+        "required": ["city"],
+        "additionalProperties": {"type": ["null", "boolean"]},
+    }
+    for special in ({}, IDS):
+        markup = KNOWN_MARKUPS["glm45"].with_special(special)
+        assert arguments_in(markup, schema, f"<tool_call>f{text}</tool_call>", special) == expected
 
 
 def test_a_strict_tool_needs_names_that_python_can_have() -> None:

@@ -325,6 +325,20 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"city": "Rome"}), ("g", {})]
             "<tool_call>\n<function=g>\n</function>\n</tool_call>",
         ),
         (
+            "seed_oss",
+            "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n</function>\n</seed:tool_call>\n"
+            "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>f<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>\n<tool_call>g</tool_call>",
+        ),
+        ("gemma4", '<|tool_call>call:f{city:<|"|>Rome<|"|>}<tool_call|><|tool_call>call:g{}<tool_call|>'),
+        (
+            "hunyuan_a13b",
+            '<tool_calls>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]</tool_calls>',
+        ),
+        (
             "llama3_json",
             '<|python_tag|>{"name": "f", "parameters": {"city": "Rome"}}; {"name": "g", "parameters": {}}',
         ),

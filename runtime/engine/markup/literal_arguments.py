@@ -1,4 +1,4 @@
-"""The arguments of a call in Python's syntax, `key=value, …`: their JSON as they stream, and the text of given ones."""
+"""The arguments of a call as literals, `key=value, …`: their JSON as they stream, and the text of given ones."""
 
 from __future__ import annotations
 
@@ -6,12 +6,39 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .argument_streams import SPACE, num_held
 
-NEVER_IN_KEYS = " \t\r\n=,:()[]{}'\""
-WORDS = {"true": "True", "false": "False", "null": "None"}  # JSON -> Python
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """The notation of arguments in a family of models."""
+
+    sign: str  # sign between a key and its value
+    end: str  # sign after the last argument
+    words: Mapping[str, str]  # words of JSON -> words of the notation
+    key: re.Pattern[str]  # a key, from its first character on
+    never_in_keys: str
+
+
+NOTATIONS = {
+    "python": Notation(
+        "=",
+        ")",
+        {"true": "True", "false": "False", "null": "None"},
+        re.compile(r"[^\s=,:()\[\]{}'\"]+"),
+        " \t\r\n=,:()[]{}'\"",
+    ),
+    "gemma": Notation(
+        ":",
+        "}",
+        {word: word for word in ("true", "false", "null")},
+        re.compile(r"[^\s,:\[\]{}\"](?:[^,:\[\]{}\"]*[^\s,:\[\]{}\"])?"),
+        '\t\r\n,:[]{}"',
+    ),
+}
 
 _WORD = re.compile(r"[^\s=,:()\[\]{}'\"]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -22,14 +49,17 @@ _HEX = re.compile("[0-9a-fA-F]*")
 _JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b')
 
 
-class PythonArguments:
-    """Arguments of LFM2, as a JSON object. They end before a closing parenthesis.
+class LiteralArguments:
+    """Arguments of LFM2 and Gemma 4, as a JSON object. They end before the `end` of their notation.
 
     Values are literals: strings, numbers, True, False, None, lists, tuples and dictionaries. Other words are strings.
+    A string may also be between two `quote`, without escapes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notation: Notation, quote: str = "") -> None:
         self.is_complete = False
+        self._notation = notation
+        self._own_quote = quote
         self._is_broken = False  # the text is not a list of arguments
         self._num_arguments = 0
         self._containers: list[tuple[str, str]] = []  # the end of each, in the text and in JSON
@@ -60,15 +90,15 @@ class PythonArguments:
 
     def _argument(self, text: str, at: int, pieces: list[str]) -> int | None:
         """Take a key and the sign after it, or find the end of the arguments."""
-        if text[at] == ")":
+        if text[at] == self._notation.end:
             return self._end(at, pieces)
-        key = _WORD.match(text, at)
+        key = self._notation.key.match(text, at)
         if key is None:
             return self._broken(at)
         sign = len(text) - len(text[key.end() :].lstrip(SPACE))
         if sign == len(text):
             return None
-        if text[sign] != "=":
+        if text[sign] != self._notation.sign:
             return self._broken(at)
         pieces.append(f"{', ' if self._num_arguments else '{'}{_quoted(key.group())}: ")
         self._num_arguments += 1
@@ -83,7 +113,7 @@ class PythonArguments:
             return at + 1
         if self._containers:
             return self._closed(text, at, pieces)
-        return self._end(at, pieces) if text[at] == ")" else self._broken(at)
+        return self._end(at, pieces) if text[at] == self._notation.end else self._broken(at)
 
     def _element(self, text: str, at: int, pieces: list[str]) -> int | None:
         """Begin an element of a container, or find its end."""
@@ -124,7 +154,7 @@ class PythonArguments:
     def _value(self, text: str, at: int, pieces: list[str]) -> int | None:
         """Take a word, or the beginning of a string or a container."""
         sign = text[at]
-        if sign in "'\"":
+        if sign in "'\"" or self._may_be_quote(text[at:]):
             return self._open_string(text, at, pieces, is_key=False)
         if sign in "[({":
             written = "{}" if sign == "{" else "[]"
@@ -143,12 +173,12 @@ class PythonArguments:
         return word.end()
 
     def _dictionary_key(self, text: str, at: int, pieces: list[str]) -> int | None:
-        if text[at] in "'\"":
+        if text[at] in "'\"" or self._may_be_quote(text[at:]):
             return self._open_string(text, at, pieces, is_key=True)
-        word = _WORD.match(text, at)
+        word = self._notation.key.match(text, at)
         if word is None:
             return self._broken(at)
-        if word.end() == len(text):
+        if not text[word.end() :].lstrip(SPACE):
             return None
         pieces.append(_quoted(word.group()))
         self._step = self._colon
@@ -156,7 +186,11 @@ class PythonArguments:
 
     def _open_string(self, text: str, at: int, pieces: list[str], *, is_key: bool) -> int | None:
         quote = text[at]
-        if len(text) < at + 3 and (3 * quote).startswith(text[at:]):
+        if quote not in "'\"":
+            if not text.startswith(self._own_quote, at):
+                return None
+            quote = self._own_quote
+        elif len(text) < at + 3 and (3 * quote).startswith(text[at:]):
             return None  # one quote, an empty string, or the beginning of three quotes
         self._quote = 3 * quote if text.startswith(3 * quote, at) else quote
         self._is_key = is_key
@@ -170,12 +204,18 @@ class PythonArguments:
             pieces.append('"')
             self._step = self._colon if self._is_key else self._next
             return at + len(self._quote)
-        if text[at] == "\\":
+        is_plain = self._quote == self._own_quote
+        if text[at] == "\\" and not is_plain:
             return _escape(text, at, pieces)
-        ends = [place for sign in (self._quote, "\\") if (place := text.find(sign, at)) >= 0]
+        signs = (self._quote,) if is_plain else (self._quote, "\\")
+        ends = [place for sign in signs if (place := text.find(sign, at)) >= 0]
         end = min(ends) if ends else len(text) - num_held(text[at:], self._quote)
         pieces.append(_quoted(text[at:end])[1:-1])
         return end if end > at else None
+
+    def _may_be_quote(self, text: str) -> bool:
+        """Return whether a text begins with the quote, or with a part of it that may continue."""
+        return bool(self._own_quote) and (text.startswith(self._own_quote) or self._own_quote.startswith(text))
 
 
 def python_arguments(arguments: Mapping[str, Any]) -> str:
@@ -185,7 +225,25 @@ def python_arguments(arguments: Mapping[str, Any]) -> str:
 
 def python_literal(value: Any) -> str:
     """Return a JSON value as a literal of Python."""
-    return _JSON_PART.sub(lambda part: WORDS.get(part.group(), part.group()), json.dumps(value, ensure_ascii=False))
+    words = NOTATIONS["python"].words
+    return _JSON_PART.sub(lambda part: words.get(part.group(), part.group()), json.dumps(value, ensure_ascii=False))
+
+
+def gemma_arguments(arguments: Mapping[str, Any], quote: str) -> str:
+    """Return arguments in Gemma's notation."""
+    return ",".join(f"{key}:{gemma_literal(value, quote)}" for key, value in arguments.items())
+
+
+def gemma_literal(value: Any, quote: str) -> str:
+    """Return a JSON value as a literal of Gemma."""
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            return f"{{{gemma_arguments(value, quote)}}}"
+        case list():
+            return f"[{','.join(gemma_literal(each, quote) for each in value)}]"
+    return json.dumps(value)
 
 
 def _escape(text: str, at: int, pieces: list[str]) -> int | None:
@@ -211,7 +269,7 @@ def _escape(text: str, at: int, pieces: list[str]) -> int | None:
 
 def _word_json(word: str) -> str:
     """Return the JSON of a word: of a constant, a number, or a string."""
-    for written, name in WORDS.items():
+    for written, name in NOTATIONS["python"].words.items():
         if word in (written, name):
             return written
     if _NUMBER.fullmatch(word):

@@ -1,59 +1,97 @@
-"""Rules of a grammar for JSON schemas whose values are literals of Python."""
+"""Rules of a grammar for JSON schemas whose values are literals of Python, or of Gemma."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .argument_streams import ANNOTATION_KEYWORDS
-from .python_arguments import python_literal
+from .literal_arguments import Notation, python_literal
 
-MAX_VALUE_DEPTH = 16  # deeper values have JSON's words for True, False and None
+MAX_VALUE_DEPTH = 16  # values of greater depth are JSON
 SINGLE_QUOTED = r"/'([^'\\\uFDD0\x00-\x1F]|\\[\\'nrt])*'/"
 
-_TYPES = {"boolean": '"True" | "False"', "null": '"None"', "array": "py_list", "object": "py_dict"}
 _COMMA = 'ws? "," ws?'
 
 
-class PythonValues:
+@dataclass(frozen=True, slots=True)
+class LiteralForms:
+    """The rules of a notation's literals: of any text, of a JSON value, and of a key, as of any key."""
+
+    text: str
+    literal: Callable[[Any], str]
+    key: Callable[[str], str]  # a key and the sign after it; empty if the notation cannot have the key
+    any_key: str
+
+
+def python_forms(json_text: str) -> LiteralForms:
+    """Return the forms of Python's literals; `json_text` is the rule of a text in JSON."""
+    text = f"{json_text} | {SINGLE_QUOTED}"
+    return LiteralForms(
+        text=text,
+        literal=lambda value: _quoted(python_literal(value)),
+        key=lambda key: f'{_quoted(json.dumps(key, ensure_ascii=False))} ws? ":"',
+        any_key=f'({text}) ws? ":"',
+    )
+
+
+class LiteralValues:
     """Writer of the rules of values.
 
     `lines` has the grammar. `add_rule` adds a rule and returns its name; `json_rule` adds the rule of a schema's JSON,
     which the parser reads, too: the rule of every schema with other keywords than types, items and properties.
     """
 
-    def __init__(self, lines: list[str], add_rule: Callable[[str], str], json_rule: Callable[[Any], str]) -> None:
+    def __init__(
+        self,
+        notation: Notation,
+        forms: LiteralForms,
+        lines: list[str],
+        add_rule: Callable[[str], str],
+        json_rule: Callable[[Any], str],
+    ) -> None:
+        self._notation = notation
+        self._forms = forms
         self._add_rule = add_rule
         self._json_rule = json_rule
-        if not any(line.startswith("py_value:") for line in lines):
-            text = json_rule({"type": "string"})
-            pair = f'({text} | {SINGLE_QUOTED}) ws? ":" ws? py_value'
+        words = {word: _quoted(name) for word, name in notation.words.items()}
+        self._types = {
+            "boolean": f"{words['true']} | {words['false']}",
+            "null": words["null"],
+            "array": "any_list",
+            "object": "any_dict",
+            "string": forms.text,
+        }
+        if not any(line.startswith("any_value:") for line in lines):
             lines += [
-                f"py_value: {text} | {SINGLE_QUOTED} | {json_rule({'type': 'number'})}"
-                ' | "True" | "False" | "None" | py_list | py_dict',
-                f'py_list: "[" ws? (py_value ({_COMMA} py_value)*)? ws? "]"',
-                f'py_dict: "{{" ws? (py_pair ({_COMMA} py_pair)*)? ws? "}}"',
-                f"py_pair: {pair}",
+                f"any_value: {forms.text} | {json_rule({'type': 'number'})} | {' | '.join(words.values())}"
+                " | any_list | any_dict",
+                f'any_list: "[" ws? (any_value ({_COMMA} any_value)*)? ws? "]"',
+                f'any_dict: "{{" ws? (any_pair ({_COMMA} any_pair)*)? ws? "}}"',
+                f"any_pair: {forms.any_key} ws? any_value",
             ]
 
     def rule(self, schema: Any, depth: int = 0) -> str:
         """Return the rule of one value."""
         keys = set() if schema is True else schema.keys() - ANNOTATION_KEYWORDS
         if not keys:
-            return "py_value"
+            return "any_value"
         if keys == {"type"}:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            return self._add_rule(self._types(kinds))
-        if keys in ({"enum"}, {"enum", "type"}, {"const"}) and (literals := _literals(schema)):
-            return self._add_rule(" | ".join(literals))
+            return self._add_rule(
+                " | ".join(self._types.get(kind) or self._json_rule({"type": kind}) for kind in kinds)
+            )
+        if keys in ({"enum"}, {"enum", "type"}, {"const"}) and (values := _simple_values(schema)):
+            return self._add_rule(" | ".join(map(self._forms.literal, values)))
         if depth < MAX_VALUE_DEPTH:
             if keys == {"anyOf"}:
                 return self._add_rule(" | ".join(self.rule(each, depth + 1) for each in schema["anyOf"]))
             if keys == {"type", "items"} and schema["type"] == "array" and schema["items"] is not False:
                 item = self.rule(schema["items"], depth + 1)
                 return self._add_rule(f'"[" ws? ({item} ({_COMMA} {item})*)? ws? "]"')
-            if _is_closed_object(schema, keys):
+            if _is_closed_object(schema, keys) and all(map(self._forms.key, schema["properties"])):
                 return self._object(schema, depth)
         return self._json_rule(schema)
 
@@ -72,19 +110,13 @@ class PythonValues:
             after = self._add_rule(following if is_required else optional)
         return start
 
-    def _types(self, kinds: Sequence[str]) -> str:
-        """Return alternatives for the names of types."""
-        rules = [_TYPES.get(kind) or self._json_rule({"type": kind}) for kind in kinds]
-        return " | ".join([*rules, *([SINGLE_QUOTED] if "string" in kinds else [])])
-
     def _object(self, schema: Any, depth: int) -> str:
         required = schema.get("required", [])
         items = [
-            (f'{json.dumps(json.dumps(key, ensure_ascii=False), ensure_ascii=False)} ws? ":" ws? '
-             f"{self.rule(each, depth + 1)}", key in required)
+            (f"{self._forms.key(key)} ws? {self.rule(each, depth + 1)}", key in required)
             for key, each in schema["properties"].items()
             if each is not False
-        ]  # fmt: skip
+        ]
         return self._add_rule(f'"{{" ws? {self.sequence(items)} ws? "}}"')
 
 
@@ -98,11 +130,13 @@ def _is_closed_object(schema: Any, keys: set[str]) -> bool:
     )
 
 
-def _literals(schema: Any) -> list[str]:
-    """Return the literals of an enum or a const of words, texts and integers; none if it has other values."""
+def _simple_values(schema: Any) -> list[Any]:
+    """Return the values of an enum or a const of words, texts and integers; none if it has other values."""
     values = schema["enum"] if "enum" in schema else [schema["const"]]
     if "type" in schema and not (schema["type"] == "string" and all(isinstance(each, str) for each in values)):
         return []
-    if not all(each is None or isinstance(each, bool | int | str) for each in values):
-        return []
-    return [json.dumps(python_literal(each), ensure_ascii=False) for each in values]
+    return values if all(each is None or isinstance(each, bool | int | str) for each in values) else []
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
