@@ -241,7 +241,7 @@ ENTRANCES = [  # questions of a newcomer, and the file and the name that answer 
     ("Which code reads the header of a GGUF file?", "runtime/model/weights/gguf.py", None),
     ("Which code packs weights into 4 bits?", "kernels/simd/q4.c", None),
     ("Which code chooses AMX?", "kernels/isa.pyx", "pick_level"),
-    ("Which code sends server-sent events?", "runtime/server/openai/request_cycle.py", None),
+    ("Which code sends server-sent events?", "runtime/server/http/request_cycle.py", None),
     ("Which code routes a request to a host?", "runtime/workers/router.py", "Router"),
     ("Which code holds a tenant's quota of pages?", "scheduler/queue.py", "_has_quota"),
     ("Which code turns an image into tokens?", "runtime/engine/images/reader.py", None),

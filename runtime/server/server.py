@@ -22,6 +22,7 @@ from ..net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from ..net.listen import ListeningSocket, check_tcp, fit_connections, is_loopback, listen_tcp, listen_unix
 from ..net.tls import TLS
 from .app_context import AppContext
+from .http import BodyReader, HTTPConnection, HTTPRouter, plain_answer
 from .memory_limits import MemoryLimits
 from .monitoring import (
     ClientLoad,
@@ -33,7 +34,7 @@ from .monitoring import (
     VllmNames,
 )
 from .msgpack.connection import Connection
-from .openai import Api, HTTPConnection, plain_answer
+from .openai import OpenAIDoor
 from .requests.live_requests import LiveRequests
 from .requests.resume import ReplayStore
 from .tenancy.auth import Keyring
@@ -108,16 +109,18 @@ class Server:
             max_connections = _connections_per_port(config, num_ports=1 if openai_listening is None else 2)
             if openai_listening is not None:
                 model = config.served_model_name or DEFAULT_MODEL_NAME
-                api = Api(context, readiness, model, operators if config.openai_metrics else None)
-                opening.callback(api.close)
+                bodies = BodyReader()
+                opening.callback(bodies.close)
+                metrics = operators if config.openai_metrics else None
+                router = HTTPRouter(context, [OpenAIDoor(context, readiness, model, bodies, metrics)])
                 self._serve_clients(
                     openai_listening,
-                    lambda each: HTTPConnection(each, context, api),
+                    lambda each: HTTPConnection(each, context, router),
                     context,
                     max_connections,
                     opening,
                     is_complete=HTTPConnection.can_serve,
-                    plain_answer=plain_answer(),
+                    plain_answer=plain_answer(router.form),
                 )
             self._serve_clients(listening, lambda each: Connection(each, context), context, max_connections, opening)
             opening.push_async_callback(context.replays.close)

@@ -22,8 +22,9 @@ EMBEDDING = "runtime/engine/embedding/embedder.py"
 EMBEDDING_TESTS = "tests/runtime/engine/embedding/test_embedder.py"
 PLANNER = "scheduler/encoding.py"
 PLANNER_TESTS = "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
-LIVE, VECTORS, HTTP = (
-    f"runtime/server/{name}.py" for name in ("requests/live_embedding", "msgpack/vector_stream", "openai/embeddings")
+LIVE, VECTORS, HTTP, ANSWER = (
+    f"runtime/server/{name}.py"
+    for name in ("requests/live_embedding", "msgpack/vector_stream", "openai/embeddings", "http/embedding")
 )
 DOOR_TESTS = "tests/system/test_embeddings.py"
 STREAM_TESTS = "tests/runtime/server/msgpack/test_vector_stream.py"
@@ -388,11 +389,11 @@ MUTANTS = [
         VISION_TESTS,
     ),
     Mutant(
-        "runtime/server/openai/image_urls.py",
+        "runtime/server/http/image_urls.py",
         "        allowed = [self._allowed(image) for image in images]  # all are checked before one is fetched\n",
         "        allowed = (self._allowed(image) for image in images)\n",
         "images are fetched for a request that is refused",
-        "tests/runtime/server/openai/test_image_urls.py",
+        "tests/runtime/server/http/test_image_urls.py",
     ),
     Mutant(
         f"{IMAGES}/decoding.py",
@@ -545,14 +546,14 @@ MUTANTS = [
         "with q4 the words are q4, too",
     ),
     Mutant(
-        HTTP,
+        ANSWER,
         "        memory.release()\n        cycle.cancels.clear()\n",
         "        cycle.cancels.clear()\n",
         "what an answer of vectors held counts after its failure",
         DOOR_TESTS,
     ),
     Mutant(
-        HTTP,
+        ANSWER,
         "        cycle.cancels.clear()\n",
         "        pass\n",
         "a connection that closes after its answer counts as cancelled",

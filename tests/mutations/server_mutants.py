@@ -23,14 +23,15 @@ ACCEPTOR = "runtime/net/acceptor.py"
 HTTP_INPUT = "runtime/net/http_input.py"
 HTTP = "runtime/server/monitoring/http.py"
 LOGS = "runtime/common/logs.py"
-STORED, CYCLE = (f"runtime/server/openai/{name}.py" for name in ("stored", "request_cycle"))
+STORED = "runtime/server/openai/stored.py"
+CYCLE, CHOICE, LOGPROBS = (f"runtime/server/http/{name}.py" for name in ("request_cycle", "choices", "logprobs"))
 STORING = "tests/system/test_stored_outputs.py"
-RESPONSE, LOGPROBS = (f"runtime/server/openai/{name}.py" for name in ("responses", "logprobs"))
+RESPONSE = "runtime/server/openai/responses.py"
 PAGE = "runtime/server/openai/page"
 CHATTING = "tests/system/test_chat_page.py"
 HTTP_API = "tests/system/test_http_api.py"
 OPERATORS = "tests/runtime/net/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
-CHOICE, TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("choices", "tools", "response_items"))
+TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("tools", "response_items"))
 CHOICES = "tests/runtime/server/openai/test_choices.py"
 EMBEDDINGS = "tests/system/test_embeddings.py"
 PUBLISHED = "tests/system/test_published_fields.py"
@@ -748,21 +749,21 @@ MUTANTS = [
         CHATTING,
     ),
     Mutant(
-        "runtime/server/openai/formats.py",
+        "runtime/server/http/formats.py",
         "max((getattr(usage, name) for usage in usages), default=0.0)",
         "sum(getattr(usage, name) for usage in usages)",
         "the times of prompts that run side by side are added",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
+        "runtime/server/http/connection.py",
         "            self._send_buffer.leave()\n            self._send_buffer.join",
         "            self._send_buffer.join",
         "a connection counts for the tenants of its earlier requests: one tenant's load ends another's answer",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/request_cycle.py",
+        "runtime/server/http/request_cycle.py",
         'self.headers["host"] = whole["path"] or "/", whole["host"].encode()',
         'self.headers["host"] = whole["path"] or "/", self.headers["host"]',
         "a target that is a whole URL is answered for the name of another site",
@@ -825,7 +826,7 @@ MUTANTS = [
         AGENTS,
     ),
     Mutant(
-        "runtime/server/openai/model_cards.py",
+        "runtime/server/http/served_models.py",
         'if task == "vectors" and name == self.main:',
         "if False:",
         "vectors of the generating model's name are those of another model",
@@ -839,11 +840,11 @@ MUTANTS = [
         EMBEDDINGS,
     ),
     Mutant(
-        "runtime/server/openai/json_body.py",
+        "runtime/server/http/json_body.py",
         "body = body.removeprefix(codecs.BOM_UTF8)",
         "pass",
         "a body with a byte order mark, as .NET writes it, is refused",
-        "tests/runtime/server/openai/test_json_body.py",
+        "tests/runtime/server/http/test_json_body.py",
     ),
     Mutant(
         ACCEPTOR,
@@ -888,16 +889,16 @@ MUTANTS = [
         PUBLISHED,
     ),
     Mutant(
-        "runtime/server/openai/api.py",
+        "runtime/server/http/router.py",
         "if self._context.config.has_keys:",
         'if self._context.config.has_keys or "authorization" in headers:',
         "a page of another site reads answers if it sends any authorization",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/api.py",
-        'path = cycle.target.partition("?")[0]\n        methods',
-        'path = cycle.target.partition("?")[0].rstrip("/") or "/"\n        methods',
+        "runtime/server/http/router.py",
+        'path = cycle.target.partition("?")[0]\n        claiming',
+        'path = cycle.target.partition("?")[0].rstrip("/") or "/"\n        claiming',
         "a path with a slash at its end is answered, which proxies treat as another path",
         HTTP_API,
     ),
@@ -1028,7 +1029,7 @@ MUTANTS = [
         CHOICES,
     ),
     Mutant(
-        TOOLS,
+        "runtime/server/http/calls.py",
         'f"{answer_id}/{choice}/{index}"',
         'f"{answer_id}/{index}"',
         "calls of different choices have the same ids",
@@ -1056,28 +1057,28 @@ MUTANTS = [
         STORING,
     ),
     Mutant(
-        "runtime/server/openai/answer_writers.py",
+        "runtime/server/http/answer_writers.py",
         "InvalidRequest(text) if held > limit else Overloaded(text)",
         "InvalidRequest(text)",
         "a client does not try again after an answer that others left no room for",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
+        "runtime/server/http/connection.py",
         "                        limit.reschedule(loop.time() + head_s)\n",
         "",
         "the head of a later request may take as long as a connection may be idle",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/model_cards.py",
+        "runtime/server/http/served_models.py",
         "return (self.main,) if self.encoder == self.main else (self.main, self.encoder)",
         "return (self.main, self.encoder)",
         "two models of one name are listed twice",
         "tests/system/test_embeddings.py",
     ),
     Mutant(
-        "runtime/server/openai/playback.py",
+        "runtime/server/http/playback.py",
         "self._failure = self._failure or error",
         "self._failure = error",
         "a request of several prompts ends with the error that its end caused elsewhere",
@@ -1091,7 +1092,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/json_body.py",
+        "runtime/server/http/json_body.py",
         "return function() if num_bytes <= PARSED_AT_ONCE else await self._thread.submit(tenant, function)",
         "return function()",
         "a long request stops all streams while it is read",
@@ -1105,8 +1106,8 @@ MUTANTS = [
         STORING,
     ),
     Mutant(
-        "runtime/server/openai/errors.py",
-        'error.param and error.param.encode("utf-8", "replace").decode()',
+        "runtime/server/http/errors.py",
+        "error.param and _valid(error.param)",
         "error.param",
         "a key with a lone surrogate closes the connection without an answer",
         HTTP_API,
@@ -1203,14 +1204,14 @@ MUTANTS = [
         "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
-        "runtime/server/openai/choices.py",
+        "runtime/server/http/choices.py",
         " + sum(map(len, piece or ()))\n        return num_bytes",
         "\n        return num_bytes",
         "logprobs of whole answers take memory that nothing counts",
         "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
-        "runtime/server/openai/request_cycle.py",
+        "runtime/server/http/request_cycle.py",
         "        self._num_events += 1\n        self.send_buffer",
         "        self.send_buffer",
         "a stream gets comments though it is not silent",
@@ -1224,7 +1225,7 @@ MUTANTS = [
         "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
-        "runtime/server/openai/request_cycle.py",
+        "runtime/server/http/request_cycle.py",
         "call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)",
         "call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))",
         "a stream gets comments though it is not silent",
@@ -1238,7 +1239,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/formats.py",
+        "runtime/server/http/formats.py",
         "cached_tokens=sum(usage.cached_tokens for usage in usages)",
         "cached_tokens=max(usage.cached_tokens for usage in usages)",
         "the usage of several prompts has the cached tokens of one",
@@ -1259,42 +1260,42 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/playback.py",
+        "runtime/server/http/playback.py",
         "            for choice in form.choices[index * self._n : (index + 1) * self._n]:\n                choice.echo",
         "            for choice in form.choices[index * self._n : index * self._n + 1]:\n                choice.echo",
         "with n, only the first choice of a prompt begins with its echo",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/tokens.py",
+        "runtime/server/http/request_reader.py",
         "        release = self._context.requests.texts.of(chat.tenant).reserve(chat.text_bytes())\n        try:\n            return await self._context.engine.tokenize_chat(chat)\n        finally:\n            release()",
         "        release = self._context.requests.texts.of(chat.tenant).reserve(chat.text_bytes())\n        tokens = await self._context.engine.tokenize_chat(chat)\n        release()\n        return tokens",
         "each chat that cannot be tokenized uses up its tenant's share of texts for ever",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/json_body.py",
+        "runtime/server/http/json_body.py",
         'if b"\\\\u" in body and',
         'if b"\\\\ud" in body and',
         "a lone surrogate that is written in upper case reaches the engine",
-        "tests/runtime/server/openai/test_json_body.py",
+        "tests/runtime/server/http/test_json_body.py",
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
-        "                        await self._api.turns.wait()\n",
+        "runtime/server/http/connection.py",
+        "                        await self._router.turns.wait()\n",
         "                        pass\n",
         "heads that come together are all parsed in one turn of the event loop",
-        "tests/runtime/server/openai/test_connection.py",
+        "tests/runtime/server/http/test_connection.py",
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
+        "runtime/server/http/connection.py",
         "        finally:\n            self._pending_input.set_frame_bytes(0)\n",
         "",
         "a body counts as pending input as long as its connection is open",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
+        "runtime/server/http/connection.py",
         "if len(body) + len(event.data) > limit:",
         "if len(body) > limit:",
         "a body in chunks may be longer than the limit",
@@ -1315,7 +1316,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/api.py",
+        "runtime/server/http/router.py",
         "                if cycle.tenant is not None:\n                    await cycle.tenant.frame_turns.wait()\n",
         "",
         "a tenant that floods the HTTP API delays the others' requests",
@@ -1329,7 +1330,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/playback.py",
+        "runtime/server/http/playback.py",
         "                self._fail(error)\n                return\n",
         "                self._fail(error)\n                continue\n",
         "prompts after a refused one are computed",
@@ -1393,7 +1394,7 @@ MUTANTS = [
         STORING,
     ),
     Mutant(
-        "runtime/server/openai/playback.py",
+        "runtime/server/http/playback.py",
         "        requests.check_fit(tenant, self._requests)\n",
         "",
         "a client sends prompts that never fit its limits again for ever",
@@ -1428,7 +1429,7 @@ MUTANTS = [
         STORING,
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
+        "runtime/server/http/connection.py",
         "cycle.is_last = self._context.leaves_at is not None",
         "cycle.is_last = False",
         "a connection over HTTP stays open after its answer while the server drains",
@@ -1436,7 +1437,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/api.py",
-        "            self._check_accepting()\n            call = read_call",
+        "            self._reader.check_accepting()\n            call = read_call",
         "            call = read_call",
         "a draining server takes texts to embed",
         "tests/system/test_embeddings.py",
@@ -1526,35 +1527,35 @@ MUTANTS = [
         CHOICES,
     ),
     Mutant(
-        "runtime/server/openai/api.py",
+        "runtime/server/http/router.py",
         '"transfer-encoding" not in headers',
         "True",
         "a body in chunks needs no content type, so that a page of another site can send it",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/image_urls.py",
+        "runtime/server/http/image_urls.py",
         'name.lower().rstrip(".")',
         "name.lower()",
         "an image of a listed host is refused if its URL ends the name with a dot",
-        "tests/runtime/server/openai/test_image_urls.py",
+        "tests/runtime/server/http/test_image_urls.py",
     ),
     Mutant(
-        "runtime/server/openai/prompt_logprobs.py",
+        "runtime/server/http/prompt_logprobs.py",
         '"logprob": max(logprob, LEAST)',
         '"logprob": logprob',
         "a prompt token that cannot occur has a logprob of null",
         CHOICES,
     ),
     Mutant(
-        "runtime/server/openai/prompt_logprobs.py",
+        "runtime/server/http/prompt_logprobs.py",
         "of.top[: self._num_shown]",
         "of.top",
         "a prompt token has more alternatives than asked for",
         "tests/system/test_http_fields.py",
     ),
     Mutant(
-        "runtime/server/openai/request_reader.py",
+        "runtime/server/http/request_reader.py",
         "            fields = Fields(await self.bodies.read(tenant.name, len(body), partial(parse_object, body)))\n        finally:\n            release()",
         "            fields = Fields(await self.bodies.read(tenant.name, len(body), partial(parse_object, body)))\n        finally:\n            pass",
         "each long body uses up its tenant's share of texts for ever",
@@ -1680,21 +1681,21 @@ MUTANTS = [
         CHOICES,
     ),
     Mutant(
-        "runtime/server/openai/answer_writers.py",
+        "runtime/server/http/answer_writers.py",
         "raise Cancelled(CANCELLED)\n        form",
         "pass\n        form",
         "a stream that the engine cancels looks as if it had finished",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/answer_writers.py",
+        "runtime/server/http/answer_writers.py",
         "raise Cancelled(CANCELLED)\n        if",
         "pass\n        if",
         "a request that the engine cancels looks as if it had finished",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/playback.py",
+        "runtime/server/http/playback.py",
         "if all(each.is_over for each in self._readers):",
         "if True:",
         "a call of several prompts ends with the first of them",
@@ -1708,7 +1709,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/fields.py",
+        "runtime/server/http/fields.py",
         'code = "context_length_exceeded" if value > limit else None',
         'code = "context_length_exceeded"',
         "a limit of 0 tokens is said to exceed the context",

@@ -17,8 +17,8 @@ from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EncoderInfo
 from quire.runtime.server import Server
-from quire.runtime.server.openai import request_cycle
-from quire.runtime.server.openai.formats import total_usage
+from quire.runtime.server.http import request_cycle
+from quire.runtime.server.http.formats import total_usage
 from structlog.testing import capture_logs
 
 from tests.support.http_client import HTTPClient, Reply, connection

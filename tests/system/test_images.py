@@ -19,7 +19,7 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.common.images import extract_images
 from quire.runtime.engine.text import Tokenizer
 from quire.runtime.engine.text.content_marks import RenderedChat
-from quire.runtime.server.openai.json_body import BodyReader
+from quire.runtime.server.http.json_body import BodyReader
 from quire.scheduler import AdmissionEstimate, QueueFull
 
 from tests.support.http_client import Reply, connection

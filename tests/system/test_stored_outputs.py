@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.server.openai import calls, stored
+from quire.runtime.server.http import calls
+from quire.runtime.server.openai import stored
 from quire.runtime.server.requests import output_log
 
 from tests.support.http_client import Reply, connection

@@ -1,56 +1,59 @@
-"""The paths of the API: the conditions of each request, and its handler."""
+"""The paths of OpenAI's API, and their handlers."""
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
-from structlog.contextvars import bound_contextvars
 
 from ...common.default_sampling import page_sampling
 from ...common.errors import QuireError, Unavailable
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
+from ..http.answer_writers import BodyWriter, EventWriter
+from ..http.calls import Call
+from ..http.embedding import EmbeddingCall, answer_embedding
+from ..http.errors import STRUCTURED_OUTPUTS, DoorForm, HTTPAnswer
+from ..http.fields import Fields
+from ..http.json_body import BodyReader
+from ..http.logprobs import Vocabulary
+from ..http.playback import Playback
+from ..http.request_cycle import EVENT_HEADERS, RequestCycle
+from ..http.request_reader import RequestReader
+from ..http.router import Route, Routes
+from ..http.served_models import ServedModels
 from ..monitoring import OperatorServer, Readiness
 from ..monitoring.pages import PAGE_HEADERS, PageFile, read_page
 from ..requests.indexes import ToStore
-from ..requests.request_log import quire_error
-from ..tenancy.tenants import Turns
-from .answer_writers import BodyWriter, EventWriter
-from .calls import Call, chat_call, completion_call
+from .calls import chat_call, completion_call
 from .embeddings import (
     CLASSIFY_FIELDS,
     EMBEDDING_FIELDS,
     RERANK_FIELDS,
     SCORE_FIELDS,
-    EmbeddingCall,
-    answer_embedding,
     classify_call,
     embedding_call,
     rerank_call,
     score_call,
 )
-from .errors import STRUCTURED_OUTPUTS, BadRequest, HTTPAnswer
-from .fields import KNOWN, Fields
+from .errors import error_answer, error_event
+from .fields import KNOWN
 from .formats import ChatFormat, CompletionFormat
-from .logprobs import Vocabulary
-from .model_cards import ServedModels, model_card
-from .playback import Playback
-from .request_cycle import RequestCycle
-from .request_reader import RequestReader
+from .model_cards import model_card
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .stored import Endpoint, KeptRequests, idempotency_key
 from .structure import structure_field
 from .tokens import TokenAnswers
 
-BEARER = b"bearer "
+# One line without the empty line that ends an event: after that, clients that saw an `id` would read an empty event.
+COMMENT = b":\n"
+OPENAI_FORM = DoorForm(error_answer, error_event, KNOWN, EVENT_HEADERS, COMMENT)
 MODELS = "/v1/models"
 CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -75,32 +78,31 @@ EMBEDDING_CALLS = {
 }
 
 
-class Route(NamedTuple):
-    """The handler of one method of a path, and the conditions of the request."""
+class OpenAIDoor:
+    """OpenAI's API, vLLM's additions and the page. Implements `Door`."""
 
-    answer: Callable[[RequestCycle], Awaitable[None]]
-    takes_body: bool = False
-    needs_key: bool = True
-
-
-class Api:
-    """Answers the requests of every HTTP connection of one server."""
+    form = OPENAI_FORM
+    takes_any_type = False
 
     def __init__(
-        self, context: AppContext, readiness: Readiness, model: str, operators: OperatorServer | None = None
+        self,
+        context: AppContext,
+        readiness: Readiness,
+        model: str,
+        bodies: BodyReader,
+        operators: OperatorServer | None = None,
     ) -> None:
         """Answer /metrics, too, if `operators` are given."""
         self._context = context
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
-        self.turns = Turns()  # turns in which connections begin requests
         self._models = ServedModels(model, context.engine)
-        self._reader = RequestReader(context, self._models)
+        self._reader = RequestReader(context, self._models, bodies)
         self._vocabulary = Vocabulary(context.engine.token)
-        self._kept = KeptRequests(context, model, self._reader.bodies, self._vocabulary)
+        self._kept = KeptRequests(context, model, bodies, self._vocabulary)
         tokens = TokenAnswers(context, self._reader, self._kept, self._models)
-        self._routes: dict[str, dict[str, Route]] = {
+        self.paths: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
             MODELS: {"GET": Route(self._list_models)},
@@ -112,38 +114,22 @@ class Api:
             "/detokenize": {"POST": Route(tokens.detokenize, takes_body=True)},
         }
         for path, (read_call, known) in EMBEDDING_CALLS.items():
-            self._routes[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
+            self.paths[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
         if operators is not None:
-            self._routes["/metrics"] = {"GET": Route(partial(_send_metrics, operators), needs_key=False)}
+            self.paths["/metrics"] = {"GET": Route(partial(_send_metrics, operators), needs_key=False)}
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
         self._page[PAGE_SETTINGS] = {"GET": Route(self._page_settings)}
 
-    def close(self) -> None:
-        """Stop reading long bodies. Idempotent."""
-        self._reader.bodies.close()
+    def claims(self, path: str, headers: Mapping[str, bytes]) -> bool:
+        """See `Door.claims`."""
+        return False
 
-    def route(self, cycle: RequestCycle) -> Route:
-        """Return the route of the request; set its tenant if the route needs a key.
+    def routes(self, path: str) -> Routes | None:
+        """See `Door.routes`."""
+        return self.paths.get(path) or self._page.get(path) or self._routes_below(path)
 
-        Raises BadRequest or Unauthenticated.
-        """
-        self._check_host(cycle.headers)
-        path = cycle.target.partition("?")[0]
-        methods = self._routes.get(path) or self._page.get(path) or self._routes_below(path)
-        if methods is None:
-            raise self._not_found(path)
-        route = methods.get("GET" if cycle.method == "HEAD" else cycle.method)
-        if route is None:
-            allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
-            raise BadRequest(f"{path} allows {allowed}", status=405, headers={"allow": allowed})
-        if route.needs_key:
-            cycle.tenant = self._context.keyring.authenticate(_key(cycle.headers))
-        if route.takes_body:
-            _check_body_headers(cycle.headers)
-        return route
-
-    def _routes_below(self, path: str) -> Mapping[str, Route] | None:
+    def _routes_below(self, path: str) -> Routes | None:
         """Return the routes of a path that contains a name."""
         if path.startswith(f"{MODELS}/") and path != f"{MODELS}/":
             return {"GET": Route(self._one_model)}
@@ -161,16 +147,6 @@ class Api:
             return {"GET": Route(partial(kept.input_items, RESPONSE_ENDPOINT, name))}
         return None
 
-    async def answer(self, cycle: RequestCycle, route: Route) -> None:
-        """Answer the request. Never raises."""
-        with bound_contextvars(request=cycle.log_id):
-            try:
-                if cycle.tenant is not None:
-                    await cycle.tenant.frame_turns.wait()
-                await route.answer(cycle)
-            except Exception as error:
-                cycle.refuse(quire_error(error, client_id=cycle.number), KNOWN)
-
     # Requests to the engine
 
     async def _generate(self, endpoint: Endpoint, cycle: RequestCycle) -> None:
@@ -178,7 +154,7 @@ class Api:
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
-            self._check_accepting()
+            self._reader.check_accepting()
             key = idempotency_key(cycle.headers)
             num_bytes = len(cycle.body)
             fields = await self._reader.fields(cycle, endpoint.known)
@@ -215,7 +191,7 @@ class Api:
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
-            self._check_accepting()
+            self._reader.check_accepting()
             call = read_call(await self._reader.fields(cycle, known, "vectors"), tenant.name)
         try:
             live = context.requests.embed(tenant, cycle.number, call.request)
@@ -229,11 +205,6 @@ class Api:
         del call  # the call holds the texts
         if (failure := await answering) is not None:
             cycle.refuse(failure, known)
-
-    def _check_accepting(self) -> None:
-        """Raise Unavailable while the server drains."""
-        if self._context.leaves_at is not None:
-            raise Unavailable("the server is shutting down; send this request elsewhere")
 
     # Answers without the engine
 
@@ -261,62 +232,10 @@ class Api:
         """Answer with the sampling parameters that the page sends unless its user sets others."""
         cycle.respond(_json({"sampling": page_sampling(self._context.engine.info.default_sampling)}))
 
-    # Refusals by path and headers
-
-    def _not_found(self, path: str) -> BadRequest:
-        advice = f"the paths are {', '.join(self._routes)}"
-        without_v1 = path.removeprefix("/v1")
-        if f"/v1{path}" in self._routes or (without_v1.startswith("/v1/") and without_v1 in self._routes):
-            advice = "the base URL of this server ends with /v1, once"
-        elif without_v1 in self._routes:
-            advice = f"the path is {without_v1}, without /v1"
-        elif path.rstrip("/") in self._routes:
-            advice = "this path has no slash at its end"
-        return BadRequest(f"there is no {path[:200]!r} here; {advice}", error_code="not_found", status=404)
-
-    def _check_host(self, headers: Mapping[str, bytes]) -> None:
-        """Raise BadRequest for the name of another site, unless keys are required.
-
-        Without keys a web page could point its own name at this address, and a browser would let it read the answers.
-        """
-        if self._context.config.has_keys:
-            return
-        host = headers.get("host", b"").decode("ascii", "replace")
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if name.lower() in ("", "localhost", self._context.config.openai_host):
-            return
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            raise BadRequest(
-                f"the host {host[:200]!r} is not this machine's address; use its address, or set up keys (--token or "
-                "--auth-tokens)",
-                status=403,
-            ) from None
-
 
 def _read_call(endpoint: Endpoint, fields: Fields, info: EngineInfo, tenant: str) -> tuple[ToStore | None, Call]:
     """Return the data to keep of a stored request, and its call. Raises InvalidRequest."""
     return endpoint.to_store(fields), endpoint.read_call(fields, info, tenant)
-
-
-def _key(headers: Mapping[str, bytes]) -> str | None:
-    """Return the client's key."""
-    value = headers.get("authorization", b"")
-    return value[len(BEARER) :].strip().decode(errors="replace") if value[: len(BEARER)].lower() == BEARER else None
-
-
-def _check_body_headers(headers: Mapping[str, bytes]) -> None:
-    """Raise BadRequest for a body that is not plain JSON: browsers send no JSON to another site without its consent."""
-    if headers.get("content-length", b"0") == b"0" and "transfer-encoding" not in headers:
-        return
-    kind = headers.get("content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":
-        raise BadRequest(
-            f"content-type must be application/json, not {kind.decode(errors='replace')[:80]!r}", status=415
-        )
-    if headers.get("content-encoding", b"identity").lower() != b"identity":
-        raise BadRequest("a compressed body is not supported; leave out content-encoding", status=415)
 
 
 async def _send_file(file: PageFile, cycle: RequestCycle) -> None:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from ...common.errors import InvalidRequest
-from ...common.images import extract_images
-from ...common.prompts import PLACE, chat_messages, shown
+from ...common.prompts import shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
-from ...engine.validator import check_num_images
-from .errors import BadRequest
+from ..http.calls import Call, checked_messages
+from ..http.errors import BadRequest
+from ..http.fields import Fields
 from .fields import (
     CHAT,
     COMPLETION,
     MAX_ALTERNATIVES,
-    Fields,
     answer_fields,
+    check_supported,
     request_fields,
     sampling_fields,
     streaming,
@@ -30,41 +25,7 @@ from .fields import (
 from .tools import check_verbosity, is_named, request_tools, template_variables, tool_choice
 
 MAX_PROMPTS = 256  # prompts of one completion request
-MAX_MESSAGE_VALUES = 1 << 16  # values in all messages together
 COMPLETION_MAX_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The request of one HTTP body: one request to the engine per prompt, and the form of the answer."""
-
-    requests: tuple[GenerateRequest, ...]
-    stream: bool
-    include_usage: bool = False
-    echo: bool = False
-    prompt_logprobs: int | None = None  # alternatives of each prompt token to show
-    num_logprobs: int | None = None  # logprobs of each output token, if the prompt's are shown
-    is_call_named: bool = False  # the request demands a call of one named tool
-    repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
-    store: bool = False
-    background: bool = False  # the answer comes before the output
-    fingerprint: str = ""  # fingerprint of the engine
-    service_tier: str | None = None  # shown in the answer
-    returns_token_ids: bool = False
-    returns_timings: bool = False  # usage includes timings
-    shows_tokens_as_ids: bool = False  # logprobs name tokens by their ids
-    shows_stop_reason: bool = False
-    shows_usage_so_far: bool = False  # each event of a stream has the usage so far
-    name: str = field(default_factory=lambda: secrets.token_hex(16))  # name in the ids of the answer
-    created_s: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.requests[0].sampling_params
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.requests) * self.params.n
 
 
 def chat_prompt(values: dict[str, Any], messages: dict[str, Any], tenant: str) -> GenerateRequest:
@@ -98,7 +59,7 @@ def without_reasoning(values: dict[str, Any], info: EngineInfo) -> dict[str, Any
 
 def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a chat completion. Raises InvalidRequest."""
-    fields.check_supported(CHAT)
+    check_supported(fields, CHAT)
     values = fields.values
     messages = checked_messages(fields.required("messages"), info)
     check_verbosity(values.get("verbosity", "medium"))
@@ -135,7 +96,7 @@ def _max_tokens_of_chat(fields: Fields, limit: int) -> tuple[int, bool]:
 
 def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a completion: one request per prompt. Raises InvalidRequest."""
-    fields.check_supported(COMPLETION)
+    check_supported(fields, COMPLETION)
     prompts = _prompts(fields.required("prompt"))
     sampling = sampling_fields(fields, info)
     if "logprobs" in fields.values:
@@ -173,40 +134,6 @@ def _prompt_logprobs(fields: Fields) -> int | None:
         if values.get(name, neutral) != neutral:
             raise BadRequest(f"prompt_logprobs cannot be used with {name}", "prompt_logprobs")
     return num_shown
-
-
-def checked_messages(
-    value: object, info: EngineInfo, field: str = "messages", place: Callable[[int], str] = PLACE
-) -> dict[str, Any]:
-    """Return the messages and images of a chat, as fields of its request.
-
-    Raises BadRequest that names the field and, by its index, the `place` of a message in the body.
-    """
-    _check_size(value, field)
-    if not isinstance(value, list):
-        raise BadRequest(f"{field} must be a list, not {shown(value)}", field)
-    try:
-        bare, images = extract_images(value, place)
-        messages = chat_messages(bare, place)
-        check_num_images(len(images), info)
-    except InvalidRequest as error:
-        raise BadRequest(str(error), field) from None
-    return {"messages": messages, "image_files": images}
-
-
-def _check_size(value: object, field: str) -> None:
-    """Raise BadRequest if the messages have more values than a chat template may receive."""
-    num_values = 0
-    unseen = [value]
-    while unseen:
-        each = unseen.pop()
-        if isinstance(each, dict):
-            unseen.extend(each.values())
-        elif isinstance(each, list):
-            unseen.extend(each)
-        num_values += 1
-        if num_values + len(unseen) > MAX_MESSAGE_VALUES:
-            raise BadRequest(f"{field} holds more than {MAX_MESSAGE_VALUES} values", field)
 
 
 def _prompts(value: object) -> list[str | tuple[int, ...]]:

@@ -7,23 +7,20 @@ routes.
 from __future__ import annotations
 
 import base64
-import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...engine.facade import EmbeddedTexts, EmbedRequest
-from ..requests.live_embedding import LiveEmbedding
-from .answer_writers import AnswerMemory
-from .errors import BadRequest, HTTPAnswer
-from .fields import Fields
+from ..http.embedding import EmbeddingCall
+from ..http.errors import BadRequest
+from ..http.fields import Fields
+from .fields import check_supported
 from .other_fields import HINTS
-from .request_cycle import RequestCycle
 
 FEWER_TEXTS = "send fewer texts per request, or use a client of Quire's protocol"
 HELD_VECTOR_BYTES = HELD_CLASSES_BYTES = 64  # bytes of a text's vector or classes in an answer, besides the JSON
@@ -51,25 +48,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "max_tokens_per_doc": (),
 }
 _INSTEAD = {"input_type": "use prompt_name", "max_tokens_per_doc": "use truncate_prompt_tokens"}
-
-
-class EmbeddingCall(NamedTuple):
-    """The fields of one HTTP request."""
-
-    request: EmbedRequest
-    new_form: Callable[[str, tuple[str, ...]], EmbeddingForm]  # form of the answer, from the model's name and labels
-
-
-class EmbeddingForm(Protocol):
-    """The answer of a call, made of the values in the order of the texts."""
-
-    advice: str  # advice for a shorter answer
-
-    def add(self, chunk: EmbeddedTexts) -> int:
-        """Keep the next values. Return their bytes."""
-
-    def whole(self, prompt_tokens: int) -> bytes:
-        """Return the answer."""
 
 
 def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
@@ -130,24 +108,6 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
         **_options(fields, tenant),
     )
     return EmbeddingCall(request, lambda model, _: _ScoreForm(model))
-
-
-async def answer_embedding(cycle: RequestCycle, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
-    """Answer a submitted call, or return the error that ended it."""
-    memory = AnswerMemory(cycle, form.advice)
-    cycle.cancels.append(live.cancel)
-    try:
-        async with contextlib.aclosing(live.chunks()) as chunks:
-            async for chunk in chunks:
-                memory.add(form.add(chunk))
-        memory.release()  # the connection counts sent bytes
-        cycle.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
-        return None
-    except QuireError as error:
-        return error.with_traceback(None)  # the traceback holds the texts
-    finally:
-        memory.release()
-        cycle.cancels.clear()
 
 
 class _VectorForm:
@@ -309,4 +269,4 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 def _check_known(fields: Fields, known: frozenset[str]) -> None:
     """Raise BadRequest for a field of other paths that this path does not support."""
-    fields.check_supported(known, _UNSUPPORTED, _INSTEAD)
+    check_supported(fields, known, _UNSUPPORTED, _INSTEAD)

@@ -1,24 +1,23 @@
-"""The fields of a request's body, and the fields that chats, completions and responses share.
+"""The fields that chats, completions and responses share.
 
 A field that is known and not supported is refused by its name, unless its value is neutral. An unknown field is ignored
-and counted. `null` means that a field is absent.
+and counted.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Set
-from typing import Any, TypeVar
+from typing import Any
 
 from ...common.default_sampling import http_sampling
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo
-from .errors import BadRequest
+from ..http.errors import BadRequest
+from ..http.fields import Fields
 from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .structure import STRUCTURE_FIELDS, structure_of
 from .tools import TOOL_FIELDS
-
-T = TypeVar("T")
 
 MAX_ALTERNATIVES = 20  # alternatives of one token, with their logprobs
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -55,60 +54,22 @@ DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 KNOWN = CHAT | COMPLETION | TOKENIZE | DETOKENIZE | UNSUPPORTED.keys()
 
 
-class Fields:
-    """The fields of one body, each taken with its type."""
+def check_supported(
+    fields: Fields,
+    supported: Set[str],
+    unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED,
+    instead: Mapping[str, str] = INSTEAD,
+) -> None:
+    """Raise BadRequest for a field that is known, not `supported`, and not neutral by `unsupported`.
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self.values = {name: value for name, value in body.items() if value is not None}
-        self.num_previous_items = 0  # items of `input` from the previous response
-
-    def get(self, name: str, kind: type[T], default: T) -> T:
-        """Return the field, or `default` without it. Raises BadRequest for another type."""
-        value = self.values.get(name, default)
-        if type(value) is not kind:
-            raise BadRequest(f"{name} must be {_NAMES[kind]}, not {shown(value)}", name)
-        return value
-
-    def required(self, name: str) -> Any:
-        """Return the field. Raises BadRequest without it."""
-        if name not in self.values:
-            raise BadRequest(f"{name} is missing", name, error_code="missing_required_parameter")
-        return self.values[name]
-
-    def get_between(self, name: str, least: int, most: int, default: int) -> int:
-        """Return the field, an integer between `least` and `most`, or `default` without it. Raises BadRequest."""
-        value = self.get(name, int, default)
-        if not least <= value <= most:
-            raise BadRequest(f"{name} must be between {least} and {most}, not {value}", name)
-        return value
-
-    def get_num_tokens(self, name: str, limit: int) -> int:
-        """Return the field, a number of tokens to generate, or `limit` without it. Raises BadRequest."""
-        value = self.get(name, int, limit)
-        if not 1 <= value <= limit:
-            code = "context_length_exceeded" if value > limit else None
-            raise BadRequest(f"{name} must be between 1 and {limit}, not {value}", name, error_code=code)
-        return value
-
-    def num_unknown(self, known: Set[str]) -> int:
-        return len(self.values.keys() - known)
-
-    def check_supported(
-        self,
-        supported: Set[str],
-        unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED,
-        instead: Mapping[str, str] = INSTEAD,
-    ) -> None:
-        """Raise BadRequest for a field that is known, not `supported`, and not neutral by `unsupported`.
-
-        The error has the advice of `instead` for the field, or else to leave it out.
-        """
-        for name, value in self.values.items():
-            if name in supported or any(_is_same(value, each) for each in unsupported.get(name, ())):
-                continue
-            if name in KNOWN or name in unsupported:
-                text = f"{name} is not supported here; {instead.get(name, 'leave it out')}"
-                raise BadRequest(text, name, error_code="unsupported_parameter")
+    The error has the advice of `instead` for the field, or else to leave it out.
+    """
+    for name, value in fields.values.items():
+        if name in supported or any(_is_same(value, each) for each in unsupported.get(name, ())):
+            continue
+        if name in KNOWN or name in unsupported:
+            text = f"{name} is not supported here; {instead.get(name, 'leave it out')}"
+            raise BadRequest(text, name, error_code="unsupported_parameter")
 
 
 def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
@@ -196,6 +157,3 @@ def stream_option(fields: Fields, name: str) -> bool:
         text = "stream_options.include_obfuscation is not supported; leave it out"
         raise BadRequest(text, "stream_options.include_obfuscation")
     return options.get(name, bool, False)
-
-
-_NAMES: dict[type, str] = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}

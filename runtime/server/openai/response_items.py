@@ -9,9 +9,10 @@ import msgspec
 
 from ...common.prompts import shown
 from ...common.types import Delta
-from .choices import Choice, Run
-from .errors import BadRequest
-from .tools import EFFORTS, call_id, qualified_name
+from ..http.calls import call_id
+from ..http.choices import Choice, Run
+from ..http.errors import BadRequest
+from .tools import EFFORTS, qualified_name
 
 # By kind of run: the prefix of an item's id, and the name of its deltas.
 PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}

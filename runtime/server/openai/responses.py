@@ -11,20 +11,22 @@ from ...common.errors import QuireError
 from ...common.prompts import REFUSAL, shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, NewParser
-from .calls import Call, chat_prompt, checked_messages, with_answer, without_reasoning
-from .choices import Choice, Run
-from .errors import BadRequest
+from ..http.calls import Call, checked_messages
+from ..http.choices import Choice, Run
+from ..http.errors import BadRequest
+from ..http.fields import Fields
+from ..http.formats import PromptSize, Status, num_reasoning_tokens
+from ..http.logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
+from .calls import chat_prompt, with_answer, without_reasoning
 from .fields import (
     COMMON,
     MAX_ALTERNATIVES,
     TIERS,
-    Fields,
+    check_supported,
     sampling_fields,
     service_tier,
     stream_option,
 )
-from .formats import PromptSize, Status, num_reasoning_tokens
-from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
 from .tools import TOOL_FIELDS, check_verbosity, namespaces
@@ -67,7 +69,7 @@ _encode = msgspec.json.encode
 
 def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a response, whose input includes the input of the previous one. Raises InvalidRequest."""
-    fields.check_supported(RESPONSE_FIELDS, UNSUPPORTED_HERE, INSTEAD_HERE)
+    check_supported(fields, RESPONSE_FIELDS, UNSUPPORTED_HERE, INSTEAD_HERE)
     background = fields.get("background", bool, False)
     store = fields.get("store", bool, background)
     if background and not store:

@@ -25,19 +25,19 @@ from ...common.prompts import shown
 from ...common.types import Usage
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
+from ..http.answer_writers import AnswerWriter, BodyWriter, EventWriter
+from ..http.calls import Call
+from ..http.errors import BadRequest, HTTPAnswer
+from ..http.fields import Fields
+from ..http.formats import Format
+from ..http.json_body import BodyReader
+from ..http.logprobs import Vocabulary
+from ..http.playback import Playback, log_reader
+from ..http.request_cycle import RequestCycle
 from ..requests.indexes import ToStore
 from ..requests.output_log import OutputLog, StoredEntry
 from ..requests.output_reader import OutputReader
 from ..requests.resume import Keeping
-from .answer_writers import AnswerWriter, BodyWriter, EventWriter
-from .calls import Call
-from .errors import BadRequest, HTTPAnswer
-from .fields import Fields
-from .formats import Format
-from .json_body import BodyReader
-from .logprobs import Vocabulary
-from .playback import Playback, log_reader
-from .request_cycle import RequestCycle
 from .response_items import REFERENCE, name_in, references_in
 from .responses import input_items, listed_items
 

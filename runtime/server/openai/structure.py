@@ -9,7 +9,7 @@ from typing import Any
 from ...common.errors import InvalidRequest
 from ...common.prompts import shown
 from ...common.types import StructuredOutputs
-from .errors import BadRequest
+from ..http.errors import BadRequest
 
 # Top-level fields of vLLM's older versions, of llama.cpp and of SGLang, and the kind of grammar in each.
 ALIASES = {

@@ -11,12 +11,14 @@ import msgspec
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo, GenerateRequest
 from ..app_context import AppContext
-from .calls import chat_prompt, checked_messages
-from .errors import BadRequest, HTTPAnswer
-from .fields import DETOKENIZE, TOKENIZE, Fields
-from .model_cards import ServedModels
-from .request_cycle import RequestCycle
-from .request_reader import RequestReader
+from ..http.calls import checked_messages
+from ..http.errors import BadRequest, HTTPAnswer
+from ..http.fields import Fields
+from ..http.request_cycle import RequestCycle
+from ..http.request_reader import RequestReader
+from ..http.served_models import ServedModels
+from .calls import chat_prompt
+from .fields import DETOKENIZE, KNOWN, TOKENIZE, check_supported
 from .responses import response_call
 from .stored import Endpoint, KeptRequests
 from .tools import TOOL_FIELDS
@@ -38,15 +40,15 @@ class TokenAnswers:
         engine = self._context.engine
         num_bytes = len(cycle.body)
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, task="any")
-            fields.check_supported(TOKENIZE, instead={})
+            fields = await self._reader.fields(cycle, KNOWN, "any")
+            check_supported(fields, TOKENIZE, instead={})
             of_encoder = self._is_of_encoder(fields)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if "messages" in fields.values:
                 self._models.check(fields, "text")
                 cycle.field_names = {"prompt": "messages"}
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
-                tokens = await self._tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
+                tokens = await self._reader.tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
             else:
                 tokens = await self._tokens_of_prompt(fields, tenant.name, of_encoder=of_encoder)
             texts_of_tokens = None
@@ -63,8 +65,8 @@ class TokenAnswers:
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, task="any")
-            fields.check_supported(DETOKENIZE, instead={})
+            fields = await self._reader.fields(cycle, KNOWN, "any")
+            check_supported(fields, DETOKENIZE, instead={})
             fields.required("tokens")
             tokens = fields.get("tokens", list, [])
             if set(map(type, tokens)) - {int}:
@@ -90,7 +92,7 @@ class TokenAnswers:
             num_bytes += await self._kept.add_stored(endpoint, fields, cycle)
             read = partial(response_call, fields, self._context.engine.info, tenant.name)
             call = await self._reader.bodies.read(tenant.name, num_bytes, read)
-            tokens = await self._tokens_of(call.requests[0])
+            tokens = await self._reader.tokens_of(call.requests[0])
         _answer(cycle, {"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     def _is_of_encoder(self, fields: Fields) -> bool:
@@ -107,14 +109,6 @@ class TokenAnswers:
         release = self._context.requests.texts.of(tenant).reserve(sys.getsizeof(text))
         try:
             return await self._context.engine.tokenize(text, adds_special, tenant=tenant, of_encoder=of_encoder)
-        finally:
-            release()
-
-    async def _tokens_of(self, chat: GenerateRequest) -> tuple[int, ...]:
-        """Return the token ids of a chat. Raises a refusal."""
-        release = self._context.requests.texts.of(chat.tenant).reserve(chat.text_bytes())
-        try:
-            return await self._context.engine.tokenize_chat(chat)
         finally:
             release()
 

@@ -6,8 +6,6 @@ functions of a namespace are offered under qualified names.
 
 from __future__ import annotations
 
-import hashlib
-import string
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,14 +14,12 @@ import msgspec
 from ...common.errors import InvalidRequest
 from ...common.prompts import OTHER_SCHEMA, TOOL_PLACE, chat_tools, shown
 from ...common.types import ToolChoice
-from .errors import BadRequest
+from ..http.errors import BadRequest
 
 TOOL_FIELDS = frozenset(
     {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking", "reasoning_effort"}
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-ID_CHARACTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # the only length that Mistral's templates accept
 JOINT = "__"  # joint between the names of a namespace and of a function
 VERBOSITIES = ("low", "medium", "high")
 CHOICE_FORMS = (
@@ -121,12 +117,6 @@ def check_verbosity(value: object, name: str = "verbosity") -> None:
     """Raise BadRequest for an invalid hint about the length of answers; the hint has no effect here."""
     if value not in VERBOSITIES:
         raise BadRequest(f"{name} must be one of {', '.join(VERBOSITIES)}, not {shown(value)}", name)
-
-
-def call_id(answer_id: str, choice: int, index: int) -> str:
-    """Return the id of a tool call, which follows from the answer's id."""
-    digest = hashlib.sha256(f"{answer_id}/{choice}/{index}".encode()).digest()
-    return "".join(ID_CHARACTERS[byte % len(ID_CHARACTERS)] for byte in digest[:ID_LENGTH])
 
 
 def _choice(value: object) -> tuple[str, list[str] | None]:

@@ -15,10 +15,10 @@ from quire.runtime.common.errors import Cancelled, GenerationFailed, Unavailable
 from quire.runtime.engine.facade import EmbeddedTexts
 from quire.runtime.protocol.frames import Done, Scores, Vectors
 from quire.runtime.protocol.wire_errors import error_frame
+from quire.runtime.server.http.fields import Fields
 from quire.runtime.server.msgpack.frame_writer import FrameWriter
 from quire.runtime.server.msgpack.vector_stream import FRAME_BYTES, SCORE_BYTES, VALUE_BYTES, VectorStream
 from quire.runtime.server.openai.embeddings import embedding_call, rerank_call, score_call
-from quire.runtime.server.openai.fields import Fields
 from quire.runtime.server.requests.live_embedding import LiveEmbedding
 from quire.runtime.server.requests.output_reader import Pace
 from quire.runtime.server.requests.send_buffer import SendBuffer

@@ -35,17 +35,18 @@ from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.markup.markup import KNOWN_MARKUPS, THINK
 from quire.runtime.engine.markup.markup_parser import MarkupParser
 from quire.runtime.engine.text import Token
-from quire.runtime.server.openai.calls import Call
-from quire.runtime.server.openai.choices import Choice
+from quire.runtime.server.http.calls import Call, call_id
+from quire.runtime.server.http.choices import Choice
+from quire.runtime.server.http.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary, shown_in_delta
+from quire.runtime.server.http.prompt_logprobs import PromptPart
+from quire.runtime.server.http.request_cycle import RequestCycle
+from quire.runtime.server.openai.api import OPENAI_FORM
 from quire.runtime.server.openai.errors import error_answer
 from quire.runtime.server.openai.formats import ChatFormat
-from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary, shown_in_delta
-from quire.runtime.server.openai.prompt_logprobs import PromptPart
-from quire.runtime.server.openai.request_cycle import RequestCycle
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
 from quire.runtime.server.openai.responses import ResponseFormat, listed_items
 from quire.runtime.server.openai.structure import structure_of
-from quire.runtime.server.openai.tools import call_id, qualified_name, template_variables, tool_choice
+from quire.runtime.server.openai.tools import qualified_name, template_variables, tool_choice
 from quire.runtime.server.requests.send_buffer import SendBuffer
 
 MARKUP = replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
@@ -486,7 +487,7 @@ async def test_a_stream_is_kept_alive_by_its_events_or_else_by_comments(monkeypa
     http.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\n\r\n")
     request = http.next_event()
     assert isinstance(request, h11.Request)
-    cycle = RequestCycle(http, cast(SendBuffer, SimpleNamespace(send_bytes=sent.append)), request, 1)
+    cycle = RequestCycle(http, cast(SendBuffer, SimpleNamespace(send_bytes=sent.append)), request, 1, OPENAI_FORM)
     cycle.begin_events()
     cycle.send_events(b"data: 1\n\n")
     sent.clear()

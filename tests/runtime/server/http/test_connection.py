@@ -8,7 +8,7 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 from quire.runtime.common.server_config import ServerConfig
-from quire.runtime.server.openai.connection import HTTPConnection
+from quire.runtime.server.http.connection import HTTPConnection
 from quire.runtime.server.tenancy.tenants import Turns
 
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"

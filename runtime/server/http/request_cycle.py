@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -19,12 +19,10 @@ from ...common.logs import new_id
 from ..monitoring import CancelCause
 from ..requests.send_buffer import SendBuffer
 from ..tenancy.tenants import Tenant
-from .errors import HTTPAnswer, error_answer, error_event
+from .errors import DoorForm, HTTPAnswer
 
 KEEP_ALIVE_S = 15.0  # pause between comments that keep a silent stream alive through proxies
-# One line without the empty line that ends an event: after that, clients that saw an `id` would read an empty event.
-COMMENT = b":\n"
-EVENT_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("x-accel-buffering", "no")]
+EVENT_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("x-accel-buffering", "no"))
 
 END_OF_EVENT = b"\n\n"
 
@@ -57,7 +55,10 @@ class RequestCycle:
     After the client has left or the server has failed the request, sending has no effect.
     """
 
-    def __init__(self, http: h11.Connection, send_buffer: SendBuffer, request: h11.Request, number: int) -> None:
+    def __init__(
+        self, http: h11.Connection, send_buffer: SendBuffer, request: h11.Request, number: int, form: DoorForm
+    ) -> None:
+        self.form = form  # form of the API that answers
         self.number = number  # number of the request on its connection
         self.method = request.method.decode("ascii")
         self.headers = {name.decode("ascii"): value for name, value in request.headers}
@@ -106,7 +107,7 @@ class RequestCycle:
         """Send the head of a stream."""
         if self.is_over:
             return
-        self._begin(200, EVENT_HEADERS)
+        self._begin(200, self.form.stream_headers)
         self._has_begun_events = True
         self._watch_silence(-1)
 
@@ -128,10 +129,11 @@ class RequestCycle:
     def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
         """End in `error`: the whole answer, or the last event of a stream, without `[DONE]` after it."""
         if self._has_begun_events:
-            self.send_events(error_event(error, self.field_names), are_numbered=False)
+            event = self.form.error_event(error, self.field_names, self._request_id)
+            self.send_events(event, are_numbered=False)
             self.end_events()
         else:
-            self.respond(error_answer(error, fields, self.field_names))
+            self.respond(self.form.error_answer(error, fields, self.field_names, self._request_id))
 
     def leave(self, cause: CancelCause) -> None:
         """Cancel the running requests: the client has left, or reads too slowly."""
@@ -144,8 +146,12 @@ class RequestCycle:
         self.refuse(error)
         self.leave(cause)
 
-    def _begin(self, status: int, headers: list[tuple[str, str]]) -> None:
-        own = [("date", formatdate(usegmt=True)), ("cache-control", "no-store"), ("x-request-id", self._request_id)]
+    def _begin(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
+        own = [
+            ("date", formatdate(usegmt=True)),
+            ("cache-control", "no-store"),
+            (self.form.id_header, self._request_id),
+        ]
         if self.is_last:
             own.append(("connection", "close"))
         try:
@@ -164,8 +170,8 @@ class RequestCycle:
             self._keep_alive.cancel()
 
     def _watch_silence(self, num_events: int) -> None:
-        """Send a comment if no event was sent since the last call."""
+        """Send the form's event of a silent stream if no event was sent since the last call."""
         if num_events == self._num_events:
-            self.send_events(COMMENT, are_numbered=False)
+            self.send_events(self.form.keep_alive, are_numbered=False)
         loop = asyncio.get_running_loop()
         self._keep_alive = loop.call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)

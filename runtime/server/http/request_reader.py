@@ -9,26 +9,32 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 
-from ...common.errors import QuireError
+from ...common.errors import QuireError, Unavailable
+from ...engine.facade import GenerateRequest
 from ...engine.validator import check_num_images
 from ..app_context import AppContext
-from .fields import KNOWN, Fields
+from .fields import Fields
 from .image_urls import ImageFetcher
 from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
-from .model_cards import ServedModels, Task
 from .request_cycle import RequestCycle
+from .served_models import ServedModels, Task
 
 
 class RequestReader:
-    """Reads the requests of every HTTP connection of one server."""
+    """Reads the requests of one API. All APIs share `bodies`."""
 
-    def __init__(self, context: AppContext, models: ServedModels) -> None:
-        self.bodies = BodyReader()
+    def __init__(self, context: AppContext, models: ServedModels, bodies: BodyReader) -> None:
+        self.bodies = bodies
         self._context = context
         self._models = models
         self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
 
-    async def fields(self, cycle: RequestCycle, known: Set[str] = KNOWN, task: Task = "text") -> Fields:
+    def check_accepting(self) -> None:
+        """Raise Unavailable while the server drains."""
+        if self._context.leaves_at is not None:
+            raise Unavailable("the server is shutting down; send this request elsewhere")
+
+    async def fields(self, cycle: RequestCycle, known: Set[str], task: Task = "text") -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
         tenant = cycle.tenant
         body = cycle.body
@@ -53,6 +59,14 @@ class RequestReader:
         release = self._context.requests.texts.of(tenant).reserve(self._images.max_bytes)
         try:
             return await self._images.fetch(images)
+        finally:
+            release()
+
+    async def tokens_of(self, chat: GenerateRequest) -> tuple[int, ...]:
+        """Return the token ids of a chat. Raises a refusal."""
+        release = self._context.requests.texts.of(chat.tenant).reserve(chat.text_bytes())
+        try:
+            return await self._context.engine.tokenize_chat(chat)
         finally:
             release()
 

@@ -10,9 +10,10 @@ import h11
 from quire.runtime.common.errors import DeadlineExceeded
 from quire.runtime.common.types import OutputChunk, SamplingParams
 from quire.runtime.engine.facade import GenerateRequest
-from quire.runtime.server.openai.answer_writers import AnswerMemory
-from quire.runtime.server.openai.playback import log_reader
-from quire.runtime.server.openai.request_cycle import RequestCycle
+from quire.runtime.server.http.answer_writers import AnswerMemory
+from quire.runtime.server.http.playback import log_reader
+from quire.runtime.server.http.request_cycle import RequestCycle
+from quire.runtime.server.openai.api import OPENAI_FORM
 from quire.runtime.server.requests.output_log import OutputLog
 
 from tests.support.server import FakeServer, chunk
@@ -25,7 +26,7 @@ def cycle_over(send_buffer: Any) -> RequestCycle:
     http.receive_data(HEAD)
     head = http.next_event()
     assert isinstance(head, h11.Request)
-    return RequestCycle(http, send_buffer, head, 1)
+    return RequestCycle(http, send_buffer, head, 1, OPENAI_FORM)
 
 
 async def test_no_timer_holds_a_stream_that_has_ended() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.server.openai import image_urls
+from quire.runtime.server.http import image_urls
+from quire.runtime.server.http.image_urls import ImageFetcher
 from quire.runtime.server.openai.errors import BadRequest
-from quire.runtime.server.openai.image_urls import ImageFetcher
 
 FILES = Path(__file__).resolve().parents[3] / "data" / "tls"
 IMAGE = b"\x89PNG" + bytes(range(96))

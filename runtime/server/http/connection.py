@@ -33,9 +33,9 @@ from ..requests.request_log import quire_error
 from ..requests.send_buffer import SendBuffer
 from ..tenancy.tenant_bytes import PendingInput
 from ..tenancy.tenants import Tenant
-from .api import Api, Route
-from .errors import BadRequest, error_answer
+from .errors import BadRequest, DoorForm
 from .request_cycle import RequestCycle
+from .router import HTTPRouter, Route
 
 READ_BYTES = 64 << 10
 MAX_HEAD_BYTES = 32 << 10
@@ -45,13 +45,13 @@ MAX_AHEAD_BYTES = 64 << 10  # bytes that a client may send before its request is
 class HTTPConnection:
     """`run` serves the client until either side ends the connection."""
 
-    def __init__(self, accepted: AcceptedConnection, context: AppContext, api: Api) -> None:
+    def __init__(self, accepted: AcceptedConnection, context: AppContext, router: HTTPRouter) -> None:
         self._accepted = accepted
         self._reader = accepted.reader
         self._writer = accepted.writer
         self._context = context
         self._config = context.config
-        self._api = api
+        self._router = router
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._send_buffer = SendBuffer(
             accepted.writer,
@@ -147,9 +147,12 @@ class HTTPConnection:
         """Send the error for a request without a cycle or an answer, and close."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             head = h11.Request(method="GET", target="/", headers=[("host", "")])
-            cycle = self._cycle or RequestCycle(self._http, self._send_buffer, head, self._num_requests)
+            cycle = self._cycle or self._new_cycle(head)
             cycle.is_last = True
-            cycle.respond(error_answer(error))
+            cycle.refuse(error)
+
+    def _new_cycle(self, head: h11.Request) -> RequestCycle:
+        return RequestCycle(self._http, self._send_buffer, head, self._num_requests, self._router.form)
 
     # Requests
 
@@ -186,9 +189,9 @@ class HTTPConnection:
         if head is None:
             return False
         self._num_requests += 1
-        cycle = self._cycle = RequestCycle(self._http, self._send_buffer, head, self._num_requests)
+        cycle = self._cycle = self._new_cycle(head)
         cycle.is_last = self._context.leaves_at is not None
-        self._route = route = self._api.route(cycle)
+        self._route = route = self._router.route(cycle)
         if cycle.tenant is not None:
             self._accepted.settle()
             self._count_for(cycle.tenant)
@@ -207,7 +210,7 @@ class HTTPConnection:
             async with asyncio.timeout_at(awaited_since + (head_s if is_begun else silence_s)) as limit:
                 while True:
                     if self._http.trailing_data[0]:
-                        await self._api.turns.wait()
+                        await self._router.turns.wait()
                     check_head(self._http, MAX_HEAD_BYTES)
                     event = self._http.next_event()
                     if isinstance(event, h11.Request):
@@ -302,7 +305,7 @@ class HTTPConnection:
         route = self._route
         assert cycle is not None, "a request was read"
         assert route is not None, "a request was read"
-        self._answering = asyncio.create_task(self._api.answer(cycle, route))
+        self._answering = asyncio.create_task(self._router.answer(cycle, route))
         reading = asyncio.create_task(self._read_ahead(cycle))
         try:
             await asyncio.wait({self._answering})
@@ -320,9 +323,9 @@ class HTTPConnection:
             self._answering.cancel()
 
 
-def plain_answer() -> bytes:
+def plain_answer(form: DoorForm) -> bytes:
     """Return the answer to a request without TLS at a port that wants TLS."""
-    answer = error_answer(BadRequest("this port takes TLS only; the URL begins with https://"))
+    answer = form.error_answer(BadRequest("this port takes TLS only; the URL begins with https://"), (), {}, "")
     headers = [
         ("content-type", answer.media_type),
         ("content-length", str(len(answer.content))),

@@ -11,10 +11,11 @@ from functools import partial
 
 from ...common.errors import QuireError
 from ...engine.facade import EngineFacade
+from ..app_context import AppContext
 from ..requests.live_requests import LiveRequests
 from ..requests.output_log import OutputLog
 from ..requests.output_reader import OutputReader, Pace
-from .answer_writers import AnswerWriter
+from .answer_writers import AnswerWriter, BodyWriter, EventWriter
 from .calls import Call
 from .formats import Format, PromptSize, total_usage
 from .logprobs import CompletionLogprobs
@@ -35,6 +36,20 @@ def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
     reader = OutputReader(log, pace)
     cycle.cancels.append(reader.leave)
     return reader
+
+
+async def answer_call(cycle: RequestCycle, call: Call, form: Format, context: AppContext) -> None:
+    """Submit a call whose output is not kept, and answer it. Raises a refusal."""
+    try:
+        playback = Playback(cycle, call, context.engine)
+        playback.submit(context.requests)
+    except QuireError as error:
+        context.requests.log.refused(cycle.authenticated.name, cycle.number, error.code, error.retry_after_ms)
+        raise
+    writer = (EventWriter if call.stream else BodyWriter)(cycle, form)
+    del call  # the call holds the prompt
+    if (failure := await playback.run(writer)) is not None:
+        cycle.refuse(failure, cycle.form.known)
 
 
 class Playback:

@@ -31,7 +31,7 @@ MAX_HEAD = 16 << 10  # bytes of an answer before its body
 READ_BYTES = 64 << 10
 TIMEOUT_S = 10.0  # limit for all images of a request
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_KINDS = ("image_url", "input_image")  # types of parts
+_KINDS = ("image_url", "input_image", "image")  # types of parts; the last one has a `source`
 _MEDIA_TYPE = re.compile(r"image/[a-z0-9.+-]{1,40}")
 _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 
@@ -184,15 +184,25 @@ def _remote_images(body: Mapping[str, Any], field: str) -> Iterator[RemoteImage]
     """Yield the web URLs in the parts of messages and of outputs of calls."""
     messages = body.get(field)
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        for name in ("content", "output"):
-            parts = message.get(name) if isinstance(message, dict) else None
-            for index, part in enumerate(parts if isinstance(parts, list) else ()):
-                if not isinstance(part, dict) or part.get("type") not in _KINDS:
-                    continue
-                url = part.get("image_url")
-                fields, key = (url, "url") if isinstance(url, dict) else (part, "image_url")
-                if isinstance(fields.get(key), str) and fields[key][:8].lower().startswith(WEB):
-                    yield RemoteImage(field, f"{field}[{number}]: {name}[{index}]", fields, key)
+        yield from _images_in(message, field, f"{field}[{number}]: ")
+
+
+def _images_in(holder: object, field: str, where: str) -> Iterator[RemoteImage]:
+    """Yield the web URLs in the parts of a message, or of a result within it."""
+    for name in ("content", "output"):
+        parts = holder.get(name) if isinstance(holder, dict) else None
+        for index, part in enumerate(parts if isinstance(parts, list) else ()):
+            if not isinstance(part, dict):
+                continue
+            place = f"{where}{name}[{index}]"
+            if part.get("type") == "tool_result":
+                yield from _images_in(part, field, f"{place}.")
+            if part.get("type") not in _KINDS:
+                continue
+            url = part.get("source" if part["type"] == "image" else "image_url")
+            fields, key = (url, "url") if isinstance(url, dict) else (part, "image_url")
+            if isinstance(fields.get(key), str) and fields[key][:8].lower().startswith(WEB):
+                yield RemoteImage(field, place, fields, key)
 
 
 def _listed(entry: str) -> Source:
