@@ -36,6 +36,7 @@ check-kernels: $(BIN)/quire
 
 check-bits: $(BIN)/quire
 	$(BIN)/python -m tests.kernels.random_bits $(BITS)
+	$(BIN)/python -m tests.system.random_states $(BITS)
 
 attack: $(BIN)/quire
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)

@@ -31,12 +31,12 @@ from quire.runtime.model.vision.packed import _build as build_tower
 from quire.runtime.model.vision.spec import CHANNELS
 from quire.runtime.model.weights.packing import WeightPlanner
 from quire.runtime.model.weights.tensors import expected_tensors
-from quire.runtime.tools.bench.checkpoint import write_safetensors
 from quire.runtime.tools.planning import PlanTarget, plan_serving
 
 from tests.support.families import FAMILIES, GOLDENS
 from tests.support.golden_images import FAMILIES as IMAGE_FAMILIES
 from tests.support.quantized_folders import CONFIG, MATRICES, common_folders
+from tests.support.random_models import write_random_model, write_random_tensors
 
 WIDER = 16
 SCALED = (
@@ -150,12 +150,8 @@ def resident_bytes(pid: int | str) -> tuple[int, int]:
 def wide_checkpoint(family: str, folder: Path) -> Path:
     """Write a wider model than a golden, with the golden's features and random weights."""
     config = json.loads((GOLDENS / family / "config.json").read_text())
-    config |= {key: WIDER * config[key] for key in SCALED if key in config} | {"vocab_size": VOCABULARY}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    with (folder / "model.safetensors").open("wb") as file:
-        write_safetensors(file, [_as_stored(*tensor) for tensor in expected_tensors(read_spec(folder))])
-    return folder
+    wider = {key: WIDER * config[key] for key in SCALED if key in config}
+    return write_random_model(family, folder, **wider, vocab_size=VOCABULARY)
 
 
 def wide_image_checkpoint(family: str, folder: Path) -> Path:
@@ -181,17 +177,8 @@ def wide_image_checkpoint(family: str, folder: Path) -> Path:
     tensors = dict(expected_tensors(read_spec(folder))) | planner.tensors
     if isinstance(tower, VisionSpec) and tower.mean_norm:  # such a connector is stored as [in_features, out_features]
         tensors[f"{tower.connector}.weight"] = tower.square_columns, tower.out_size
-    with (folder / "model.safetensors").open("wb") as file:
-        write_safetensors(file, list(tensors.items()))
+    write_random_tensors(folder, list(tensors.items()))
     return folder
-
-
-def _as_stored(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return a tensor's name and shape in a folder: one tensor with all experts has no suffix and is transposed."""
-    stacked = re.fullmatch(r"(.*\.experts\.(?:gate_up|down)_proj)\.(weight|bias)", name)
-    if stacked is None:
-        return name, shape
-    return (f"{stacked[1]}_bias", shape) if stacked[2] == "bias" else (stacked[1], (shape[0], shape[2], shape[1]))
 
 
 def _models(given: list[str], dtypes: str, folder: Path) -> Iterator[tuple[str, str, str]]:

@@ -22,7 +22,7 @@ PIECE_BYTES = 1 << 16
 
 
 class HostProcess:
-    """A running `quire engine-host` of the bundled model."""
+    """A running `quire engine-host`, of the bundled model unless the flags name another."""
 
     def __init__(self, folder: Path, flags: Sequence[str]) -> None:
         self._folder = folder

@@ -1,10 +1,11 @@
 """Kill, stop and cut off engine hosts under streams of all kinds, and check that every stream keeps its bytes.
 
-usage: kill_hosts.py [--times 20] [--streams 32] [--hosts 3] [--seed 1]
+usage: kill_hosts.py [--models bundled qwen3_5] [--times 10] [--streams 32] [--hosts 3] [--seed 1]
 
-`--times` rounds of each fault: SIGKILL of an engine process, SIGKILL of a host, SIGSTOP of a host with its engine
-processes, a link that drops everything, and a link that is cut. The fault hits the host with the most requests, when a
-random share of all chunks has arrived; a round whose streams have all ended by then is repeated.
+For each model, the bundled one and goldens' families with random weights and the bundled vocabulary: `--times` rounds
+of each fault: SIGKILL of an engine process, SIGKILL of a host, SIGSTOP of a host with its engine processes, a link that
+drops everything, and a link that is cut. The fault hits the host with the most requests, when a random share of all
+chunks has arrived; a round whose streams have all ended by then is repeated.
 
 A pause is the longest time between two chunks of any stream without beam search. Exit status 1 if a stream differs
 from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s
@@ -19,9 +20,12 @@ import contextlib
 import os
 import random
 import signal
+import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,7 +37,11 @@ from quire.runtime.cluster import Cluster, Credentials, Members
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import StructuredOutputs, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor, models_digest
-from quire.runtime.model import model_path
+from quire.runtime.model import BUNDLED_MODEL
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.support
+
+from tests.support.random_models import BUNDLED, MODELS, named_model
 
 FLAGS = (
     *("--weights", "q8", "--kv-cache-dtype", "int8", "--kv-cache-memory", "32M", "--threads", "1"),
@@ -194,34 +202,47 @@ class Campaign:
 
 
 @contextlib.asynccontextmanager
-async def fleet(hosts: Sequence[HostProcess]) -> AsyncIterator[Campaign]:
+async def fleet(hosts: Sequence[HostProcess], model: Path = BUNDLED_MODEL) -> AsyncIterator[Campaign]:
     async with contextlib.AsyncExitStack() as stack:
         proxies = [await stack.enter_async_context(proxying(host.address)) for host in hosts]
         members = Members(",".join(proxy.address for proxy in proxies))
-        cluster = await Cluster.connect(members, Credentials(SECRET.encode()), models_digest(EngineConfig()))
-        engine = Engine(cluster, TextProcessor.load(model_path(None)))
+        cluster = await Cluster.connect(
+            members, Credentials(SECRET.encode()), models_digest(EngineConfig(model=str(model)))
+        )
+        engine = Engine(cluster, TextProcessor.load(model))
         stack.push_async_callback(engine.close)
         yield Campaign(hosts, proxies, engine)
 
 
-async def main(options: argparse.Namespace) -> int:
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+async def attack(model: Path, options: argparse.Namespace, outcomes: Counter[str]) -> None:
+    """Cause all faults on hosts of a model, and add the outcomes of the streams."""
     streams = random_streams(options.streams, random.Random(options.seed))
-    with running_hosts(options.hosts, *FLAGS) as hosts:
-        async with fleet(hosts) as campaign:
+    with running_hosts(options.hosts, str(model), *FLAGS) as hosts:
+        async with fleet(hosts, model) as campaign:
             for harm in (kill_engine, kill_host, stop_host, swallow, cut):
                 await campaign.rounds(harm, options.times, streams, options.seed)
         for host in hosts:
             if "Traceback" in (log := host.log()):
                 print(f"a traceback in a host's log: {log[log.index('Traceback') :][:2000]}")
                 campaign.outcomes["traceback"] += 1
-    print(dict(campaign.outcomes))
-    return int(set(campaign.outcomes) != {"equal"})
+    outcomes.update(campaign.outcomes)
+
+
+async def main(options: argparse.Namespace) -> int:
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    outcomes: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.models:
+            print(f"model {name}", flush=True)
+            await attack(named_model(name, Path(folder)), options, outcomes)
+    print(dict(outcomes))
+    return int(set(outcomes) != {"equal"})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--models", nargs="+", default=[BUNDLED, "qwen3_5"], choices=MODELS, metavar="MODEL")
+    parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,9 +1,11 @@
 """Kill API servers under streams of all kinds, and check that every stream keeps its bytes at the other server.
 
-usage: kill_servers.py [--times 20] [--streams 32] [--tokens 200] [--seed 1] [-- FLAGS OF quire serve]
+usage: kill_servers.py [--models bundled qwen3_5] [--times 10] [--streams 32] [--tokens 200] [--seed 1]
+                       [-- FLAGS OF quire serve]
 
-Two servers of the bundled model. In each round one client runs the streams over both addresses, and the API server that
-it uses is killed with SIGKILL once, when a random share of all chunks has come; then it is started again on its port.
+Two servers of each model: the bundled one, and goldens' families with random weights and the bundled vocabulary. In
+each round one client runs the streams over both addresses, and the API server that it uses is killed with SIGKILL once,
+when a random share of all chunks has come; then it is started again on its port.
 
 A pause is the longest time between two chunks of any stream after a kill. Exit status 1 if a stream differs from its
 undisturbed run in any bit, text, log probabilities and counts included, or if the median of the pauses is above 1 s.
@@ -13,8 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
+import tempfile
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from statistics import median
 
@@ -23,6 +28,10 @@ from campaign import CampaignReport
 from quire import AsyncClient, SamplingParams
 from quire.runtime.common.types import StructuredOutputs, join_chunks
 from server_process import ServerProcess, free_port, start_server
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.support
+
+from tests.support.random_models import BUNDLED, MODELS, named_model
 
 MAX_MEDIAN_PAUSE_S = 1.0
 LIST = StructuredOutputs(json={"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 4})
@@ -145,16 +154,20 @@ async def main(pair: ServerPair, options: argparse.Namespace, report: CampaignRe
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--models", nargs="+", default=[BUNDLED, "qwen3_5"], choices=MODELS, metavar="MODEL")
+    parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
     arguments = parser.parse_args()
     outcome = CampaignReport()
-    servers = ServerPair(arguments.flags)
-    try:
-        uvloop.run(main(servers, arguments, outcome))
-    finally:
-        servers.close()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.models:
+            print(f"model {name}", flush=True)
+            servers = ServerPair([str(named_model(name, Path(folder))), *arguments.flags])
+            try:
+                uvloop.run(main(servers, arguments, outcome))
+            finally:
+                servers.close()
     raise SystemExit(outcome.print())
