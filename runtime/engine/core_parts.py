@@ -12,6 +12,7 @@ from ...pager import Pager, SpillFile
 from ...scheduler import StepPlan, StepResult
 from ..common.config import EngineConfig
 from ..common.errors import UnsupportedModel
+from ..model.config_json import generation_end_ids
 from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner
 from ..model.vision import DynamicVisionSpec, VisionSpec
@@ -84,7 +85,7 @@ class LoadedDecoder:
             states=capacity.open_states(self.runner.copy_state),
             num_cached_states=capacity.num_cached_states,
             state_interval=capacity.state_interval,
-            message_ends=self.runner.spec.eos_token_ids,
+            message_ends=generation_end_ids(self.path).union(self.runner.spec.eos_token_ids),
         )
 
     def describe(self) -> CoreInfo:

@@ -17,6 +17,7 @@ from ...kernels.ops import RoutingRule
 from ..common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from .spec import DecoderSpec, Experts, Rope
 
+GENERATION_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 
 MAX_LAYERS = 1024
@@ -118,6 +119,16 @@ def read_config(folder: str | Path) -> ConfigTable:
     if not isfile(path):
         raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder or a .gguf file is needed")
     return ConfigTable(read_object(path))
+
+
+def generation_end_ids(folder: Path) -> frozenset[int]:
+    """Return the end ids in a folder's generation_config.json: models that chat have the end of a message there only.
+
+    None without this file. Other values are left out: the text processor refuses them. Raises CorruptCheckpoint.
+    """
+    path = folder / GENERATION_FILE
+    ids = read_object(path).get("eos_token_id") if isfile(path) else None
+    return frozenset(each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int)
 
 
 def read_object(path: Path, key: str = "") -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +23,11 @@ from quire.scheduler import CostModel, speculative
 
 from tests.support import bits
 from tests.support.bits import asked, chunks_of, one_by_one, prompt, together
-from tests.support.families import FAMILIES, GOLDENS
+from tests.support.families import GOLDENS
+from tests.support.random_models import WITH_STATES
 
 MODEL = GOLDENS / "lfm2"
 SPEC = read_spec(MODEL)
-WITH_STATES = tuple(name for name in FAMILIES if lay_out_states(read_spec(GOLDENS / name)).nbytes)
 OTHERS = tuple(name for name in WITH_STATES if name != MODEL.name and not name.endswith("_images"))
 KINDS = ("qwen3_5", "granite_hybrid", "falcon_h1")  # one family of each kind of matrices
 REPEATED = (11, 12, 13, 14) * 12
@@ -187,6 +189,17 @@ async def test_a_hit_at_any_depth_changes_no_bit(model: str, chunk: int) -> None
         assert await together(engine, questions[::-1]) == expected[::-1]
         hits = [min(length // 32 * 32, (length + 2) // 32 * 32) for length in range(20, 150, 13)]
         assert engine.stats().prefix_hits_tokens >= sum(hits)
+
+
+async def test_the_first_message_ends_at_an_id_of_generation_config(tmp_path: Path) -> None:
+    """Models that chat often have the end of a message there only. No other rule keeps a state at token 32."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [2, 77]}')
+    system = (*[each for each in prompt(60, 9, 150) if each != 77][:50], 77)
+    conversations = [asked((*system, *prompt(60, 10 + number, 70)), max_tokens=2) for number in range(2)]
+    async with running(model=str(tmp_path / "model")) as engine:
+        await one_by_one(engine, conversations)
+        assert engine.stats().prefix_hits_tokens == 32
 
 
 async def test_only_forks_copy_a_state() -> None:
