@@ -4,12 +4,19 @@
 #include "level.h"
 
 #if defined QUIRE_ISA_AVX512
-#define PER_ROW_COUNT(body) \
-  switch (rows) { case 1: body(1, t); break; case 2: body(2, t); break; case 3: body(3, t); break; \
-                  case 4: body(4, t); break; case 5: body(5, t); break; default: body(6, t); }
+#define PER_ROW_COUNT(body, ...) \
+  switch (rows) { case 1: body(1, __VA_ARGS__); break; case 2: body(2, __VA_ARGS__); break; \
+                  case 3: body(3, __VA_ARGS__); break; case 4: body(4, __VA_ARGS__); break; \
+                  case 5: body(5, __VA_ARGS__); break; default: body(6, __VA_ARGS__); }
+#define PER_ROW_COUNT_AND_PRODUCT(body) \
+  if (ISA(adds_exponents)()) { PER_ROW_COUNT(body, 1, t) } else { PER_ROW_COUNT(body, 0, t) }
 #else
-#define PER_ROW_COUNT(body) if (rows == 1) body(1, t); else body(2, t);
+#define PER_ROW_COUNT(body, ...) if (rows == 1) body(1, __VA_ARGS__); else body(2, __VA_ARGS__);
+#define PER_ROW_COUNT_AND_PRODUCT(body) PER_ROW_COUNT(body, 0, t)
 #endif
+
+// The rows for `vs_of` and `vs_mul`, which multiply the scales of one row.
+INLINE int rows_of_product(const int rows, const int adds) { return adds ? rows : 1; }
 
 // dot = a block of 32 in half bytes of the two panels, at u and v, times the rows at a; less 8 for each, if `sums` points at
 // -128 * sum(a) of the first row. With `wide` the block goes there as one of q8 panels, which are `panel_bytes` apart.

@@ -98,19 +98,18 @@ INLINE void load_scales(const int bits, const uint8_t *panel, int i, block_scale
 }
 
 // d * scale of block j in both panels.
-INLINE void block_scales_of(const block_scales *s, int j, int rows, vs out[2]) {
-  UNROLL for (int i = 0; i < 2; i++) out[i] = vs_of(vf_mul(s->d[i], vf_load_i8(s->of[i].scales[j])), rows);
+INLINE void block_scales_of(const block_scales *s, int j, int few, vs out[2]) {
+  UNROLL for (int i = 0; i < 2; i++) out[i] = vs_of(vf_mul(s->d[i], vf_load_i8(s->of[i].scales[j])), few);
 }
 
 // Add block b of the rows, block j of its super-block, at u and v in the two panels, without its minimums.
-INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t, int64_t b, int j, const uint8_t *u,
+INLINE void add_block(const int rows, const int few, const int bits, const quire_linear_tile *t, int64_t b, int j, const uint8_t *u,
                       const uint8_t *v, block_scales *s, vf acc[][2]) {
   const int64_t width = t->a.width, blocks = width / 32;
-  const int few = bits == 4 ? rows : 1;  // the higher bits of q5_k take the units that would compute multiples of scales
   const int8_t *a = (const int8_t *)t->a.data + b * 32;
   vs scale[2];
   vi dot[LINEAR_ROWS][2];
-  if (VS_FIRST) block_scales_of(s, j, few, scale);
+  if (VS_FIRST(few)) block_scales_of(s, j, few, scale);
   if (bits == 4) {
     dot_q4(rows, u, v, a, width, NULL, dot);
   } else {
@@ -118,7 +117,7 @@ INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t
     dot_half(rows, bits, 0, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
     dot_half(rows, bits, 1, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
   }
-  if (!VS_FIRST) block_scales_of(s, j, few, scale);
+  if (!VS_FIRST(few)) block_scales_of(s, j, few, scale);
   UNROLL for (int i = 0; i < rows; i++) {
     const float *z = t->a.scales + i * blocks + b;
     UNROLL for (int p = 0; p < 2; p++) acc[i][p] = vf_fma(vf_from(dot[i][p]), vs_mul(&scale[p], z, few), acc[i][p]);
@@ -179,7 +178,8 @@ INLINE void add_halves(const int rows, const quire_linear_tile *t, int64_t b, in
   }
 }
 
-INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
+INLINE void body_k(const int rows, const int adds, const int bits, const quire_linear_tile *t) {
+  const int few = rows_of_product(rows, adds);
   const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
   const uint8_t *panel[2] = {t->w, (const uint8_t *)t->w + t->panel_bytes};
   vf acc[LINEAR_ROWS][2];
@@ -193,7 +193,7 @@ INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
       const uint8_t *u = panel[0] + line * LINE, *v = panel[1] + line * LINE;
       next = fetch_next(next, t->next_lines);
       if (bits == 6) add_halves(rows, t, k * BLOCKS + j, j, u, v, &scales, acc);
-      else add_block(rows, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
+      else add_block(rows, few, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
     }
     if (bits < 6) {
       const uint32_t (*minimums[2])[16] = {scales.of[0].minimums, scales.of[1].minimums};
@@ -269,16 +269,17 @@ INLINE void body_k_row(const int bits, const quire_linear_tile *t) {
   finish(1, acc, t);
 }
 
-INLINE void body_any_k(const int rows, const int bits, const quire_linear_tile *t) {
+INLINE void body_any_k(const int rows, const int adds, const int bits, const quire_linear_tile *t) {
   if (rows == 1) body_k_row(bits, t);
-  else body_k(rows, bits, t);
+  else body_k(rows, adds, bits, t);
 }
-#define body_q4_k(rows, t) body_any_k(rows, QUIRE_Q4_K, t)
-#define body_q5_k(rows, t) body_any_k(rows, QUIRE_Q5_K, t)
-#define body_q6_k(rows, t) body_any_k(rows, QUIRE_Q6_K, t)
+#define body_q4_k(rows, adds, t) body_any_k(rows, adds, QUIRE_Q4_K, t)
+// The higher bits take the units that would compute multiples of scales.
+#define body_q5_k(rows, t) body_any_k(rows, 0, QUIRE_Q5_K, t)
+#define body_q6_k(rows, t) body_any_k(rows, 0, QUIRE_Q6_K, t)
 
 #if defined QUIRE_ISA_AVX512
-static void few_rows_of_q4_k(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_q4_k) }
+static void few_rows_of_q4_k(int rows, const quire_linear_tile *t) { PER_ROW_COUNT_AND_PRODUCT(body_q4_k) }
 
 static void unpack_q4_k(const uint8_t *panel, int64_t super_blocks, quire_unpacked *out) {
   for (; super_blocks; super_blocks--, panel += quire_super_block_bytes(QUIRE_Q4_K), out++) {
@@ -298,7 +299,8 @@ static void unpack_q4_k(const uint8_t *panel, int64_t super_blocks, quire_unpack
 }
 
 // As body_k, for unpacked panels.
-INLINE void body_unpacked(const int rows, const quire_linear_tile *t) {
+INLINE void body_unpacked(const int rows, const int adds, const quire_linear_tile *t) {
+  const int few = rows_of_product(rows, adds);
   const int64_t blocks = t->a.width / 32, super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
   const quire_unpacked *u = t->w, *v = u + super_blocks;
   vf acc[LINEAR_ROWS][2];
@@ -307,13 +309,13 @@ INLINE void body_unpacked(const int rows, const quire_linear_tile *t) {
   for (int64_t k = 0; k < super_blocks; k++, u++, v++) {
     for (int j = 0; j < BLOCKS; j++) {
       const int64_t b = k * BLOCKS + j;
-      const vs scale[2] = {vs_of(vf_load(u->scales[j]), rows), vs_of(vf_load(v->scales[j]), rows)};
+      const vs scale[2] = {vs_of(vf_load(u->scales[j]), few), vs_of(vf_load(v->scales[j]), few)};
       vi dot[LINEAR_ROWS][2];
       next = fetch_next(next, t->next_lines);
       dot_q8(rows, u->weights[j], v->weights[j], (const int8_t *)t->a.data + b * 32, t->a.width, NULL, dot);
       UNROLL for (int i = 0; i < rows; i++) {
         const float *z = t->a.scales + i * blocks + b;
-        UNROLL for (int p = 0; p < 2; p++) acc[i][p] = vf_fma(vf_from(dot[i][p]), vs_mul(&scale[p], z, rows), acc[i][p]);
+        UNROLL for (int p = 0; p < 2; p++) acc[i][p] = vf_fma(vf_from(dot[i][p]), vs_mul(&scale[p], z, few), acc[i][p]);
       }
     }
     const vf least[2] = {vf_load(u->least), vf_load(v->least)};
@@ -322,7 +324,7 @@ INLINE void body_unpacked(const int rows, const quire_linear_tile *t) {
   }
   finish(rows, acc, t);
 }
-static void unpacked_rows(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_unpacked) }
+static void unpacked_rows(int rows, const quire_linear_tile *t) { PER_ROW_COUNT_AND_PRODUCT(body_unpacked) }
 
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
@@ -340,16 +342,16 @@ void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
 #else
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
-  PER_ROW_COUNT(body_q4_k)
+  PER_ROW_COUNT_AND_PRODUCT(body_q4_k)
 }
 #endif
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
-  PER_ROW_COUNT(body_q5_k)
+  PER_ROW_COUNT(body_q5_k, t)
 }
 void ISA(linear_q6_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
-  PER_ROW_COUNT(body_q6_k)
+  PER_ROW_COUNT(body_q6_k, t)
 }
 
 // Weight i of a block at `lines`, unsigned.

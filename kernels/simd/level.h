@@ -18,6 +18,9 @@
 void ISA(linear_f32)(int rows, const quire_linear_tile *t);
 void ISA(linear_bf16)(int rows, const quire_linear_tile *t);
 void ISA(linear_q8)(int rows, const quire_linear_tile *t);
+#if defined QUIRE_ISA_AVX512
+int ISA(adds_exponents)(void);  // whether that is faster here than a product of scales, see `vs_mul`
+#endif
 void ISA(linear_q4)(int rows, const quire_linear_tile *t);
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t);

@@ -13,7 +13,8 @@ INLINE vf load_scales(const uint8_t *exponents) {
   return vf_mul(vf_max(vf_load_exponents(exponents), vf_set1(0x1p-127f)), vf_set1(0.5f));
 }
 
-INLINE void body_mxfp4(const int rows, const quire_linear_tile *t) {
+INLINE void body_mxfp4(const int rows, const int adds, const quire_linear_tile *t) {
+  const int few = rows_of_product(rows, adds);
   const int64_t width = t->a.width, blocks = width / 32;
   const uint8_t *s0 = t->w, *s1 = s0 + t->panel_bytes, *w0 = s0 + quire_mxfp4_scale_bytes(width), *w1 = w0 + t->panel_bytes;
   vf acc[LINEAR_ROWS][2];
@@ -33,11 +34,11 @@ INLINE void body_mxfp4(const int rows, const quire_linear_tile *t) {
         dot[i][1] = vi_dot4(vi_dot4(dot[i][1], v[0], x), v[1], x + 16);
       }
     }
-    const vs p = vs_of(load_scales(s0 + b * 16), rows), q = vs_of(load_scales(s1 + b * 16), rows);
+    const vs p = vs_of(load_scales(s0 + b * 16), few), q = vs_of(load_scales(s1 + b * 16), few);
     UNROLL for (int i = 0; i < rows; i++) {
       const float *z = t->a.scales + i * blocks + b;
-      acc[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&p, z, rows), acc[i][0]);
-      acc[i][1] = vf_fma(vf_from(dot[i][1]), vs_mul(&q, z, rows), acc[i][1]);
+      acc[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&p, z, few), acc[i][0]);
+      acc[i][1] = vf_fma(vf_from(dot[i][1]), vs_mul(&q, z, few), acc[i][1]);
     }
   }
   finish(rows, acc, t);
@@ -45,7 +46,7 @@ INLINE void body_mxfp4(const int rows, const quire_linear_tile *t) {
 
 void ISA(linear_mxfp4)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
-  PER_ROW_COUNT(body_mxfp4)
+  PER_ROW_COUNT_AND_PRODUCT(body_mxfp4)
 }
 
 void ISA(unpack_mxfp4)(const void *panel, int64_t width, int lane, float *out) {

@@ -28,9 +28,9 @@ static inline vi vi_store_digits(int8_t *high, int8_t *low, const vi x[4]) {
   return sums;
 }
 
-// The scales of a panel's 16 columns, to be multiplied by scales of `rows` activations. Registers are scarce: load them last.
+// The scales of a panel's 16 columns, to be multiplied by scales of `rows` activations.
 typedef vf vs;
-enum { VS_FIRST = 0 };
+#define VS_FIRST(rows) 0  // registers are scarce: load them last
 static inline vs vs_of(vf p, int rows) { (void)rows; return p; }
 static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; return vf_mul(*p, vf_set1(*z)); }
 

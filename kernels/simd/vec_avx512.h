@@ -146,16 +146,18 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
 
 // The scales of a panel's 16 columns, to be multiplied by scales of activations. These have two bits of mantissa, so it is
 // enough to choose one of four multiples and to add to its exponents, with the same bits as a multiplication: all are exact.
-// Unlike that, VSCALEFPS runs beside the dots on Zen. The multiples are worth their stores from four rows on.
+// On Zen, VSCALEFPS runs beside the dots, unlike a multiplication, and the multiples are worth their stores from ADDED_ROWS on.
+// On Intel's processors it takes the dots' units twice: see `adds_exponents`.
 typedef struct { vf times[4]; } vs;
-enum { VS_FIRST = 1 };  // the multiples are loaded from memory again: store them early
+enum { ADDED_ROWS = 4 };
+#define VS_FIRST(rows) ((rows) >= ADDED_ROWS)  // the multiples are loaded from memory again: store them early
 static inline vs vs_of(vf p, int rows) {
-  if (rows < 4) return (vs){{p}};
+  if (rows < ADDED_ROWS) return (vs){{p}};
   const vf quarter = _mm512_scalef_ps(p, vf_set1(-2.f)), half = _mm512_add_ps(p, _mm512_scalef_ps(p, vf_set1(-1.f)));
   return (vs){{p, vf_add(p, quarter), half, vf_add(half, quarter)}};
 }
 static inline vf vs_mul(const vs *p, const float *z, int rows) {
-  if (rows < 4) return vf_mul(p->times[0], vf_set1(*z));
+  if (rows < ADDED_ROWS) return vf_mul(p->times[0], vf_set1(*z));
   vf exponent;
   __asm__("vgetexpps %1%{1to16%}, %0" : "=v"(exponent) : "m"(*z));  // GCC would load z once and broadcast it on the dots' units
   return _mm512_scalef_ps(p->times[((const uint8_t *)z)[2] >> 5 & 3], exponent);

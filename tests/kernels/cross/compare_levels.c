@@ -708,13 +708,26 @@ static void compare_golden(const char *path) {
   if (golden) fclose(golden);
 }
 
+// avx512 has two ways to the product of two scales, of which a process takes the faster one.
+#if defined __x86_64__
+extern int quire_adds_exponents;
+static int num_ways(int level) { return level == QUIRE_AVX512 ? 2 : 1; }
+static void take_way(int way) { quire_adds_exponents = way; }
+#else
+static int num_ways(int level) { return (void)level, 1; }
+static void take_way(int way) { (void)way; }
+#endif
+
 int main(int count, char **arguments) {
   scalar = quire_isa_tiles(QUIRE_SCALAR);
   for (int level = QUIRE_SCALAR; level < QUIRE_LEVELS; level++) {
     tiles = quire_isa_tiles(level);
     const int before = failures;
     const char *obstacle = quire_isa_obstacle(level);
-    if (!obstacle) compare_level(), compare_golden(count > 1 ? arguments[1] : NULL);
+    for (int way = 0; !obstacle && way < num_ways(level); way++) {
+      take_way(way);
+      compare_level(), compare_golden(count > 1 ? arguments[1] : NULL);
+    }
     printf("%s: %s\n", tiles->name, failures > before ? "FAILED" : obstacle ? obstacle : "ok");
   }
   return failures > 0;
