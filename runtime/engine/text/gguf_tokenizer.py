@@ -41,6 +41,7 @@ _END_TEXTS = (
     "<|call|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|tool_response>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<EOT>",

@@ -108,12 +108,16 @@ class Abilities:
 
     @cached_property
     def takes_argument_text(self) -> bool:
-        """Whether the template concatenates the arguments of a call with texts instead of writing a map as JSON."""
+        """Whether the template concatenates the arguments of a call with texts instead of writing a map.
+
+        A map that is only converted to text has Python's quotes.
+        """
 
         def shows(arguments: object) -> bool:
-            return any(f'"{ONE}"' in self._rendered([USER, _calling(text, [arguments])]) for text in ("", None))
+            texts = (self._rendered([USER, _calling(text, [arguments])]) for text in ("", None))
+            return any(TWO in text and f"'{TWO}'" not in text for text in texts)
 
-        return not shows({ONE: "a"}) and shows(json.dumps({ONE: "a"}))
+        return not shows({TWO: "a"}) and shows(json.dumps({TWO: "a"}))
 
     @cached_property
     def reads_calls(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ....pager.layout import KVLayout
+from ....pager.layout import KVHeads, KVLayout
 from ...common.config import KVCacheDtype
 
 SIZED_DTYPES: dict[str, KVCacheDtype] = {"f32": "f32", "f16 and bf16": "f16"}  # column -> data type
@@ -15,7 +15,10 @@ SIZED_DTYPES: dict[str, KVCacheDtype] = {"f32": "f32", "f16 and bf16": "f16"}  #
 
 @dataclass(frozen=True, slots=True)
 class KnownShape:
-    """A published model's KV shape and a context length. `windows` has one per layer; empty: all layers are full."""
+    """A published model's KV shape and a context length. `windows` has one per layer; empty: all layers are full.
+
+    Only layers that store keys and values count. A `KVLayout` has the same `heads` and `values_in_keys`.
+    """
 
     name: str
     num_layers: int
@@ -23,13 +26,24 @@ class KnownShape:
     head_dim: int
     num_tokens: int
     windows: tuple[int, ...] = ()
+    heads: tuple[KVHeads, ...] = ()
+    values_in_keys: int = 0
 
     def kv_bytes(self, dtype: KVCacheDtype) -> int:
         """Return the bytes of one sequence of `num_tokens`; a sliding layer holds the tokens in its window."""
-        layout = KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype, windows=self.windows)
+        layout = KVLayout(
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            dtype,
+            windows=self.windows,
+            heads=self.heads,
+            values_in_keys=self.values_in_keys,
+        )
         return layout.sequence_bytes(self.num_tokens)
 
 
+GEMMA_4_E2B_WINDOWS = tuple(0 if layer % 5 == 4 else 512 for layer in range(15))  # 20 further layers read their keys
 GEMMA_3_4B_WINDOWS = tuple(0 if layer % 6 == 5 else 1_024 for layer in range(34))
 KNOWN_SHAPES = (
     KnownShape("Quire demo (4 M)", 4, 2, 64, 2_048),
@@ -40,6 +54,16 @@ KNOWN_SHAPES = (
     KnownShape("Llama-3.2-3B", 28, 8, 128, 8_192),
     KnownShape("Qwen3-4B", 36, 8, 128, 8_192),
     KnownShape("Gemma-3-4B", 34, 4, 256, 4_096, GEMMA_3_4B_WINDOWS),
+    KnownShape(
+        "Gemma-4-E2B",
+        15,
+        1,
+        256,
+        4_096,
+        GEMMA_4_E2B_WINDOWS,
+        tuple((1, 256) if window else (1, 512) for window in GEMMA_4_E2B_WINDOWS),
+    ),
+    KnownShape("DeepSeek-V2-Lite", 27, 1, 512 + 64, 4_096, values_in_keys=512),
     KnownShape("Qwen2.5-7B", 28, 4, 128, 4_096),
     KnownShape("Mistral-7B-v0.1", 32, 8, 128, 8_192, (4_096,) * 32),
     KnownShape("Mistral-7B-v0.3", 32, 8, 128, 8_192),

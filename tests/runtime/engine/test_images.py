@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,13 +18,14 @@ from quire.runtime.common.prompts import PromptImage
 from quire.runtime.engine import StepStats
 from quire.runtime.engine import input as engine_input
 from quire.runtime.engine.facade import SilentObserver
-from quire.runtime.model import kv_layout, read_spec
+from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.model.states import lay_out_states
 from quire.runtime.model.vision import packed
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
 from quire.scheduler import RequestSpec, planning
 
+from tests.support.families import GOLDENS
 from tests.support.golden_images import FAMILIES, GoldenImages, golden_images
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -262,6 +266,22 @@ def test_lists_of_images_for_other_prompts_are_refused(llm: LLM, prompt: list[in
 def test_a_model_without_a_tower_takes_no_images(images: list[PromptImage]) -> None:
     with LLM(kv_cache_memory=8 << 20) as llm, pytest.raises(InvalidRequest, match="this model takes no images"):
         llm.generate([[1] * 99], GREEDY, [images])
+
+
+def test_a_folder_whose_text_part_alone_is_read_takes_no_images(tmp_path: Path) -> None:
+    """The folder of a Gemma 4 with a tower and an image processor."""
+    folder = shutil.copytree(GOLDENS / "gemma4_images", tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUNDLED_MODEL / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vision_config": {"model_type": "gemma4_vision"}}))
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Gemma4ImageProcessor"}')
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
+    with (
+        LLM(folder, **OPTIONS) as llm,
+        pytest.raises(InvalidRequest, match="messages: this model takes no images; send text parts only"),
+    ):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "a"}, image]}], GREEDY)
 
 
 # Images of any size

@@ -29,6 +29,8 @@ SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
         ("Llama-3-405B", 131_072, 126 * GIB, 63 * GIB),
         ("Qwen2.5-7B", 4_096, 448 * MIB, 224 * MIB),
         ("Gemma-3-4B", 4_096, 392 * MIB, 196 * MIB),  # 5 full layers, 29 hold 1,024 tokens
+        ("Gemma-4-E2B", 4_096, 60 * MIB, 30 * MIB),  # 3 full layers of 512 elements, 12 hold 512 tokens of 256
+        ("DeepSeek-V2-Lite", 4_096, 27 * 576 * 4 * 4_096, 27 * 576 * 2 * 4_096),
         ("Mistral-7B-v0.1", 8_192, 1 * GIB, 512 * MIB),  # every layer holds 4,096 tokens
     ],
 )

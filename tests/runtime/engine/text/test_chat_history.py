@@ -44,6 +44,12 @@ ALTERNATING_CALLS = (
     "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}\n"
     "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
 )
+BARE_KEYS = (  # Gemma 4's form
+    "{% for m in messages %}{% for c in m.tool_calls or () %}call:{{ c.function.name }}{{ '{' }}"
+    "{% if c.function.arguments is mapping %}{% for key, value in c.function.arguments | dictsort %}"
+    "{{ key }}:<{{ value }}>{% endfor %}{% else %}{{ c.function.arguments }}{% endif %}{{ '}' }}\n{% endfor %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
 NINE_LETTERS = (  # Mistral's form
     "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('9 letters') }}"
     "{% endif %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}\n{% endfor %}"
@@ -161,6 +167,12 @@ def test_ids_of_other_servers_get_nine_letters_where_a_template_demands_them() -
     assert lines[1:] == [f"{call_id} f {{}}", "assistant : ", f"tool {call_id}: one"]
     own = [ASK, answer(call("f", "{}", "abcdefghi")), result("one", "abcdefghi")]
     assert "abcdefghi f {}\n" in ChatTemplate(NINE_LETTERS).render(own)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_a_template_that_writes_keys_without_quotes_reads_a_map(arguments: Any) -> None:
+    lines = ChatTemplate(BARE_KEYS).render([ASK, answer(call("f", arguments)), result("one")]).splitlines()
+    assert lines[1] == "call:f{city:<Rome>}"
 
 
 def test_ids_that_are_left_out_are_given_in_order() -> None:

@@ -302,12 +302,12 @@ def test_begin_and_end_tokens_are_added_as_the_file_says(pieces: Mapping[str, An
 def test_end_ids_are_the_declared_ones_and_the_known_ends_of_turns(byte_level: Callable[[str], dict[str, Any]]) -> None:
     metadata = byte_level("gpt-4o")
     count = len(metadata["tokenizer.ggml.tokens"])
-    metadata["tokenizer.ggml.tokens"] += ["<|end|>", "<|return|>", "<|call|>", "<|eot_id|>"]
-    metadata["tokenizer.ggml.token_type"] += [CONTROL, CONTROL, CONTROL, NORMAL]
+    metadata["tokenizer.ggml.tokens"] += ["<|end|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|tool_response>"]
+    metadata["tokenizer.ggml.token_type"] += [CONTROL, CONTROL, CONTROL, NORMAL, CONTROL]
     metadata["tokenizer.ggml.eos_token_id"] = np.uint32(5)
     metadata["tokenizer.ggml.eot_token_id"] = 0xFFFFFFFF
     own = metadata["tokenizer.ggml.tokens"].index("<|endoftext|>")
-    assert read_tokenizer(metadata)[1] == {5, own, count + 1, count + 2}
+    assert read_tokenizer(metadata)[1] == {5, own, count + 1, count + 2, count + 4}
 
 
 def test_numbers_may_be_arrays(pieces: Mapping[str, Any]) -> None:
