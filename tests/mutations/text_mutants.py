@@ -461,7 +461,7 @@ MUTANTS = [
     ),
     Mutant(
         HISTORY,
-        "and not abilities.reads_results",
+        'and abilities.result_role != "tool"',
         "and False",
         "results of tools are left out by templates of three roles",
     ),

@@ -16,9 +16,12 @@ EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
 NAME = "\x00"  # place of the name in a call
 ARGUMENTS = "\x01"  # place of the arguments in a call
 
-# The optional white space of a syntax in its usual form: after JSON punctuation, and as line breaks between tags.
+# The optional white space of a syntax in its usual form: after JSON punctuation, and as line breaks between tags and
+# between calls without punctuation.
 _AFTER_SIGNS = re.compile(" ([:,;]) ?")
-_LINES = re.compile(f"(?<=[^|\uff5c]>) (?=[<{{{ARGUMENTS}])|(?<=[}}{ARGUMENTS}]) (?=<[^|\uff5c]|`)|(?<=json) ")
+_LINES = re.compile(
+    f"(?<=[^|\uff5c]>) (?=[<{{{ARGUMENTS}])|(?<=[}}{ARGUMENTS}]) (?=<[^|\uff5c]|`)|(?<=json) |(?<=\\)) (?={NAME})"
+)
 _NONE = re.compile("(?<![:,;]) ")
 
 
@@ -47,6 +50,8 @@ def _arguments(syntax: CallSyntax, arguments: Mapping[str, Any]) -> str:
         return python_arguments(arguments)
     if syntax.arguments == "gemma":
         return gemma_arguments(arguments, syntax.quote.replace(MARK, ""))
+    if syntax.arguments == "assignments":
+        return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in arguments.items()

@@ -23,24 +23,22 @@ class Notation:
     never_in_keys: str
 
 
+_WORD = re.compile(r"[^\s=,:()\[\]{}'\"]+")
+_NEVER_IN_WORDS = " \t\r\n=,:()[]{}'\""
+_JSON_WORDS = {word: word for word in ("true", "false", "null")}
+
 NOTATIONS = {
-    "python": Notation(
-        "=",
-        ")",
-        {"true": "True", "false": "False", "null": "None"},
-        re.compile(r"[^\s=,:()\[\]{}'\"]+"),
-        " \t\r\n=,:()[]{}'\"",
-    ),
+    "python": Notation("=", ")", {"true": "True", "false": "False", "null": "None"}, _WORD, _NEVER_IN_WORDS),
+    "assignments": Notation("=", ")", _JSON_WORDS, _WORD, _NEVER_IN_WORDS),
     "gemma": Notation(
         ":",
         "}",
-        {word: word for word in ("true", "false", "null")},
+        _JSON_WORDS,
         re.compile(r"[^\s,:\[\]{}\"](?:[^,:\[\]{}\"]*[^\s,:\[\]{}\"])?"),
         '\t\r\n,:[]{}"',
     ),
 }
 
-_WORD = re.compile(r"[^\s=,:()\[\]{}'\"]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
 _ESCAPES |= {sign: sign for sign in "\\'\"/"}
@@ -50,7 +48,7 @@ _JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b')
 
 
 class LiteralArguments:
-    """Arguments of LFM2 and Gemma 4, as a JSON object. They end before the `end` of their notation.
+    """Arguments of LFM2, OLMo 3 and Gemma 4, as a JSON object. They end before the `end` of their notation.
 
     Values are literals: strings, numbers, True, False, None, lists, tuples and dictionaries. Other words are strings.
     A string may also be between two `quote`, without escapes.

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 MARK = "\ufdd0"  # a noncharacter, which grammars exclude from texts
 
-ArgumentsForm = Literal["json", "parameters", "python", "gemma"]
+ArgumentsForm = Literal["json", "parameters", "python", "assignments", "gemma"]  # assignments: NAME=JSON, NAME=JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,9 @@ _ARGUMENTS = '" , "arguments" : '
 # The names are those that vLLM gives to its parsers.
 KNOWN_MARKUPS: dict[str, Markup] = {
     "hermes": Markup(calls=CallSyntax(f"<tool_call>{_NAME_FIRST}", _ARGUMENTS, " } </tool_call>")),
+    "hermes_list": Markup(
+        calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="<tool_call> [", separator=" ,", end=" ] </tool_call>")
+    ),
     "qwen3_coder": Markup(
         calls=CallSyntax(
             "<tool_call> <function=",
@@ -188,6 +191,9 @@ KNOWN_MARKUPS: dict[str, Markup] = {
             end=" ] <|tool_call_end|>",
             arguments="python",
         )
+    ),
+    "olmo3": Markup(
+        calls=CallSyntax("", " ( ", " )", begin="<function_calls> ", end=" </function_calls>", arguments="assignments")
     ),
     "openai": Markup(channels=True),
 }

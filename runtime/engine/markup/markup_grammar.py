@@ -98,7 +98,7 @@ class MarkupGrammar:
                 arguments = self._json(schema)
             case "parameters":
                 arguments = self._parameters(calls, schema)
-            case "python" | "gemma":
+            case "python" | "assignments" | "gemma":
                 arguments = self._literals(calls, NOTATIONS[calls.arguments], schema)
         head = self._literal(opening + name + calls.middle)
         if calls.id_open:
@@ -168,8 +168,9 @@ class MarkupGrammar:
             return self._json(_with_definitions(schema, given))
 
         values = LiteralValues(notation, forms, self._lines, self._rule, json_rule_of)
+        value = json_rule_of if calls.arguments == "assignments" else values.rule
         arguments = [
-            (f"{_quoted(f'{key}{notation.sign}')} {values.rule(given)}", key in flat["required"])
+            (f"{_quoted(f'{key}{notation.sign}')} {value(given)}", key in flat["required"])
             for key, given in flat["properties"].items()
             if given is not False
         ]
@@ -178,7 +179,7 @@ class MarkupGrammar:
             name = f"KEY_{len(self._lines)}"
             known = [f"{key}{notation.sign}" for key in flat["properties"]]
             self._define(name, f"/[A-Za-z_][A-Za-z0-9_]*{notation.sign}/", known)
-            more = self._rule(f"{name} {values.rule(others)}")
+            more = self._rule(f"{name} {value(others)}")
         return values.sequence(arguments, more)
 
     def _gemma_forms(self, quote: str) -> LiteralForms:

@@ -193,7 +193,7 @@ class MarkupParser:
         """Find out whether another call follows. Other text after a call is dropped."""
         assert self._calls is not None
         literal = self._calls.separator + self._calls.open
-        first = literal.split()[0]
+        first = next(iter(literal.split()), "")  # empty where only white space is between calls
         text = self._buffer.lstrip(SPACE)
         if text.startswith(first):
             return self._expect(literal, self._name)

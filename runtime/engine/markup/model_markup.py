@@ -25,6 +25,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed_oss", ("<seed:tool_call>",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("hermes_list", ("<tool_call>\n[",)),
+    ("hermes_list", ("<tool_call>\\n[",)),  # the line break as an escape in a text of the template
     ("hermes", ("<tool_call>",)),
     ("hunyuan_a13b", ("<tool_calls>[",)),
     ("granite", ("<|start_of_role|>", "<|tool_call|>")),
@@ -36,6 +38,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ("<|python_tag|>",)),
     ("nemotron_json", ("<TOOLCALL>",)),
     ("lfm2", ("<|tool_call_start|>",)),
+    ("olmo3", ("<function_calls>",)),
 )
 _TOKEN_SIGNS = {"lfm2": "<|tool_call_start|>"}  # special tokens of families whose template may not show calls
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

@@ -37,8 +37,8 @@ def adapted(chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: 
     has_calls = any(each.get("tool_calls") for each in chat)
     if has_calls:
         chat = _with_calls(chat, abilities, syntax or FUNCTION_TAG)
-    if any(each.get("role") == "tool" for each in chat) and not abilities.reads_results:
-        chat = _with_results_as_text(chat)
+    if any(each.get("role") == "tool" for each in chat) and abilities.result_role != "tool":
+        chat = _with_other_results(chat, abilities)
     if tools and abilities.tools_place != "variable":
         chat = _with_tools_in_system(chat, tools, abilities, syntax)
     if any(each.get("role") == "system" for each in chat):
@@ -97,8 +97,13 @@ def _with_calls_as_text(message: Message, abilities: Abilities, syntax: CallSynt
     return {**rest, "content": _appended(message.get("content"), text, "\n")}
 
 
-def _with_results_as_text(chat: Chat) -> Chat:
-    """Return the chat with results as messages of the user, consecutive results in one message."""
+def _with_other_results(chat: Chat, abilities: Abilities) -> Chat:
+    """Return the chat with results in the template's own role, or as messages of the user, consecutive ones in one."""
+    if abilities.result_role != "user":
+        return [
+            {"role": abilities.result_role, "content": each.get("content")} if each.get("role") == "tool" else each
+            for each in chat
+        ]
     changed: Chat = []
     before_is_result = False
     for message in chat:
@@ -179,8 +184,10 @@ def _with_tools_in_system(
     has_system = chat[0].get("role") == "system"
     system = chat[0] if has_system else {"role": "system", "content": ""}
     functions = [tool["function"] for tool in tools]
-    if abilities.tools_place == "message":
+    if abilities.tools_place == "tools":
         system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
+    elif abilities.tools_place == "functions":
+        system = {**system, "functions": json.dumps(list(tools), ensure_ascii=False)}
     else:
         lines = [TOOLS_TEXT, *(json.dumps(each, ensure_ascii=False) for each in functions)]
         if syntax is not None:
@@ -197,7 +204,7 @@ def _with_systems(chat: Chat, abilities: Abilities) -> Chat:
     if num_later and not (abilities.takes_later_system if is_one else abilities.takes_several_systems):
         later = [{**each, "role": "user"} if each.get("role") == "system" else each for each in chat[begin:]]
         chat = [*chat[:begin], *later]
-    if not begin or "tools" in chat[0] or abilities.takes_system:
+    if not begin or chat[0].keys() & {"tools", "functions"} or abilities.takes_system:
         return chat
     system, *rest = chat
     if not rest or rest[0].get("role") != "user":

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ...common.errors import InvalidRequest
 
-ToolsPlace = Literal["variable", "message", "text"]
+ToolsPlace = Literal["variable", "tools", "functions", "text"]
 Render = Callable[[list[Any], list[Any] | None], str]
 
 ONE = "quireprobe"
@@ -100,11 +100,14 @@ class Abilities:
 
     @cached_property
     def tools_place(self) -> ToolsPlace:
-        """The place of tools for the template: a variable, a system message's `tools`, or only a message's text."""
+        """The place of tools for the template: a variable, a field of a system message, or only a message's text."""
         if self._shows([ONE], [USER], [TOOL]):
             return "variable"
-        system = {"role": "system", "content": "a", "tools": ONE}
-        return "message" if self._shows([ONE], [system, USER], None) else "text"
+        fields: tuple[Literal["tools", "functions"], ...] = ("tools", "functions")
+        for field in fields:
+            if self._shows([ONE], [{"role": "system", "content": "a", field: ONE}, USER], None):
+                return field
+        return "text"
 
     @cached_property
     def takes_argument_text(self) -> bool:
@@ -185,6 +188,13 @@ class Abilities:
         if self.reads_calls:
             calls = _calling(self.empty_content, [self._arguments(TWO)])
         return self._shows([ONE], [USER, calls, {**_result(ONE), "name": "a"}])
+
+    @cached_property
+    def result_role(self) -> str:
+        """The role of results that are messages of their own."""
+        result = {"role": "environment", "content": ONE}  # OLMo 3's role
+        is_other = not self.reads_results and self._shows([ONE], [USER, ANSWER_MESSAGE, result])
+        return "environment" if is_other else "tool" if self.reads_results else "user"
 
     def _arguments(self, word: str) -> Any:
         return json.dumps({word: word}) if self.takes_argument_text else {word: word}

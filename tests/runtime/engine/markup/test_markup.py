@@ -180,6 +180,26 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         [("reasoning", "So."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
+        replace(KNOWN_MARKUPS["olmo3"], reasoning=THINK),
+        '<think>So.</think>\n<function_calls>weather(city="a }\\" [<b", days=2)\ntime()</function_calls>',
+        [("reasoning", "So."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        KNOWN_MARKUPS["olmo3"],
+        'I ask.<function_calls>\nweather(city="Rome", unit=null, on=true, by={"a": [1, false]})\n</function_calls>',
+        [
+            ("content", "I ask."),
+            ("call", "weather"),
+            ("arguments", '{"city": "Rome", "unit": null, "on": true, "by": {"a": [1, false]}}'),
+        ],
+    ),
+    (
+        KNOWN_MARKUPS["hermes_list"],
+        f'<tool_call>\n[\n  {{"name": "weather", "arguments": {CALL}}},\n  {{"name": "time", "arguments": {{}}}}\n]\n'
+        "</tool_call>",
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
         KNOWN_MARKUPS["lfm2"],
         'I ask.\n<|tool_call_start|>[weather(city="a }\\" [<b", days=2), time()]<|tool_call_end|>',
         [("content", "I ask."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],

@@ -44,6 +44,8 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
         ("<seed:tool_call>\\n<function=", "seed_oss"),
         ("'<|tool_call>call:' + name + '{'", "gemma4"),
         ("<tool_calls>[", "hunyuan_a13b"),
+        ('in this format:\n<tool_call>\n[\n  {"name": "f", "arguments": {}}\n]\n</tool_call>', "hermes_list"),
+        ("{{- 'in this format:\\n<tool_call>\\n[\\n  {}\\n]\\n</tool_call>' }}", "hermes_list"),
         ('<|start_header_id|>{"name": function name, "parameters": …}', "llama3_json"),
         ("[TOOL_CALLS]", "mistral_list"),
         ("[TOOL_CALLS][ARGS]", "mistral"),
@@ -55,6 +57,7 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
         ("<|start_of_role|> <tool_call>", "hermes"),
         ("'<TOOLCALL>['", "nemotron_json"),
         ("'<|tool_call_start|>['", "lfm2"),
+        ("{{ '<function_calls>' + m.function_calls + '</function_calls>' }}", "olmo3"),
         ("plain", None),
     ],
 )

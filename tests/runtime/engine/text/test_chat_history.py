@@ -56,6 +56,17 @@ NINE_LETTERS = (  # Mistral's form
     "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
     "{{ m.role }} {{ m.tool_call_id }}: {{ m.content }}\n{% endfor %}"
 )
+OLMO3 = (  # OLMo 3's form
+    "{% for m in messages %}{% if m.role == 'system' %}S {{ m.content }}{% if m.get('functions', none) is not none %}"
+    " <functions>{{ m.functions }}</functions>{% else %} You have no functions.{% endif %}{{ '\n' }}"
+    "{% elif m.role in ['user', 'environment'] %}{{ m.role }}: {{ m.content }}\n"
+    "{% elif m.role == 'assistant' %}A {{ m.content if m.content is not none }}{% endif %}{% endfor %}"
+)
+FALCON_H1 = (  # Falcon-H1's form
+    "{% if tools %}S {% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}{{ '\n' }}{% endif %}{% for m in messages %}"
+    "{% if m.role != 'system' or not tools %}{{ m.role + ': ' + m.content + '\n' }}{% endif %}{% endfor %}"
+)
 HERMES = KNOWN_MARKUPS["hermes"].calls
 CODER = KNOWN_MARKUPS["qwen3_coder"].calls
 
@@ -143,6 +154,21 @@ def test_the_text_beside_a_call_is_shown(source: str, text: str) -> None:
 def test_calls_are_shown_beside_an_absent_or_empty_text(content: str | None) -> None:
     messages = [ASK, answer(ROME, content=content)]
     assert ChatTemplate(ONLY_WITHOUT_TEXT).render(messages) == 'user: Weather?\ncall weather{"city": "Rome"}\n'
+
+
+def test_tools_and_results_of_olmo_3_have_its_own_field_and_role() -> None:
+    syntax = KNOWN_MARKUPS["olmo3"].calls
+    tool = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
+    end = 'A <function_calls>weather(city="Rome")</function_calls>environment: sunny\nuser: And now?\n'
+    text = ChatTemplate(OLMO3).render(HISTORY, tools=[TOOL], syntax=syntax)
+    assert text == f"S Be brief. <functions>[{tool}]</functions>\nuser: Weather?\n{end}"
+    assert ChatTemplate(OLMO3).render(HISTORY[1:], syntax=syntax) == f"user: Weather?\n{end}"
+
+
+def test_a_template_that_shows_tools_and_no_calls_gets_calls_as_text() -> None:
+    text = ChatTemplate(FALCON_H1).render(HISTORY, tools=[TOOL], syntax=HERMES)
+    tool = '{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}'
+    assert text == f"S Be brief.\n[{tool}]\nuser: Weather?\nassistant: {CALL_TEXT}\ntool: sunny\nuser: And now?\n"
 
 
 def test_several_calls_follow_each_other_where_a_message_has_one() -> None:
@@ -372,6 +398,11 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"city": "Rome"}), ("g", {})]
             '<TOOLCALL>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]</TOOLCALL>',
         ),
         ("lfm2", '<|tool_call_start|>[f(city="Rome"), g()]<|tool_call_end|>'),
+        ("olmo3", '<function_calls>f(city="Rome")\ng()</function_calls>'),
+        (
+            "hermes_list",
+            '<tool_call>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]</tool_call>',
+        ),
         (
             "deepseek_v31",
             '<|tool▁calls▁begin|><|tool▁call▁begin|>f<|tool▁sep|>{"city": "Rome"}<|tool▁call▁end|>'
