@@ -5,7 +5,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Lets the editable install rebuild itself when .venv is not activated.
 export CYTHON := $(CURDIR)/$(BIN)/cython
 # The level amx-twin runs the code of the amx level on any AVX-512 machine. It is for tests and never chosen by default.
-INSTALL := $(BIN)/pip install --disable-pip-version-check --no-build-isolation -Csetup-args=-Damx_twin=true --editable
+# For this Python only: modules for the stable ABI are those of wheels.
+INSTALL := $(BIN)/pip install --disable-pip-version-check --no-build-isolation -Csetup-args=-Damx_twin=true \
+  -Csetup-args=-Dstable_abi=false -Csetup-args=-Dpython.allow_limited_api=false --editable
 
 demo: $(BIN)/quire
 	$(BIN)/quire demo
@@ -99,6 +101,30 @@ bench: $(BIN)/quire
 bench-machine: $(BIN)/quire
 	$(BIN)/quire bench --machine $(MACHINE)
 
+# The image installs the wheel in dist/.
+IMAGE ?= quire
+image:
+	docker build --file deploy/Containerfile --tag $(IMAGE) .
+
+push-image: image
+	docker push $(IMAGE)
+
+# A release, step by step; dist/ has the results. Needs GCC, and no .venv. `make wheels` takes five minutes.
+sdist:
+	python3 deploy/release.py sdist
+
+wheels: sdist
+	python3 deploy/release.py wheels
+
+check-wheels:
+	python3 deploy/release.py check
+
+try-wheels:
+	python3 deploy/release.py try $(TRY)
+
+checksums:
+	python3 deploy/release.py checksums
+
 conformance: $(BIN)/quire
 	cd deploy/clients/node && npm install --no-audit --no-fund --omit=optional --ignore-scripts
 	$(BIN)/python tests/conformance/run.py python
@@ -122,4 +148,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image

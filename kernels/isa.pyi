@@ -1,3 +1,5 @@
+from collections.abc import Mapping
+
 DTYPE_CODES: dict[str, int]  # dtypes of activations, as in simd/tiles.h
 KV_CODES: dict[str, int]  # dtypes of the KV cache
 WEIGHT_CODES: dict[str, int]  # dtypes of weights
@@ -16,3 +18,6 @@ def unsupported_levels() -> dict[str, str]:
 
 def pick_level(requested: str | None = None) -> str:
     """Return `requested`, else QUIRE_ISA, else the best level of this machine. Raises ValueError naming the levels."""
+
+def best_level(obstacles: Mapping[str, str | None]) -> str:
+    """Return the last level without an obstacle; the first is plain C. Raises ValueError if others were built."""

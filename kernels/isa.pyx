@@ -35,7 +35,18 @@ def _level(name):
 
 def pick_level(requested=None):
     wanted = requested or os.environ.get("QUIRE_ISA")
-    return _level(wanted) if wanted else next(name for name in reversed(NAMES) if _obstacle(name) is None)
+    return _level(wanted) if wanted else best_level({name: _obstacle(name) for name in NAMES})
+
+
+def best_level(obstacles):
+    """Return the last level without an obstacle. The first level, plain C, is never chosen where others were built."""
+    best = next(name for name in reversed(obstacles) if obstacles[name] is None)
+    first, *others = obstacles
+    if best == first and others:
+        reasons = "; ".join(f"{name}: {obstacles[name]}" for name in others)
+        raise ValueError(f"this machine has none of the levels that serve at a useful speed ({reasons}); "
+                         f"QUIRE_ISA={first} runs in plain C, which is far slower")
+    return best
 
 
 def _obstacle(name):

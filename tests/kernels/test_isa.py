@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, pick_level, supported_levels, unsupported_levels
-from quire.kernels.isa import NAMES
+from quire.kernels.isa import NAMES, best_level
 from quire.kernels.ops import Linear, Region
 from quire.pager import KVLayout, map_memory
 
@@ -23,6 +23,13 @@ def test_every_machine_has_scalar_and_levels_are_of_this_build():
 def test_the_best_level_is_the_default(monkeypatch):
     monkeypatch.delenv("QUIRE_ISA", raising=False)
     assert pick_level() == supported_levels()[-1]
+
+
+def test_plain_c_is_not_the_default_where_a_better_level_was_built():
+    assert best_level({"scalar": None, "avx2": None, "amx": "no"}) == "avx2"
+    assert best_level({"scalar": None}) == "scalar"
+    with pytest.raises(ValueError, match=r"avx2: the processor lacks AVX2; amx: no\); QUIRE_ISA=scalar runs"):
+        best_level({"scalar": None, "avx2": "the processor lacks AVX2", "amx": "no"})
 
 
 def test_a_level_is_supported_or_its_obstacle_is_named():
