@@ -21,6 +21,7 @@ from ..engine.facade import EngineFacade
 from ..net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from ..net.listen import ListeningSocket, check_tcp, fit_connections, is_loopback, listen_tcp, listen_unix
 from ..net.tls import TLS
+from .anthropic import AnthropicDoor
 from .app_context import AppContext
 from .http import BodyReader, HTTPConnection, HTTPRouter, plain_answer
 from .memory_limits import MemoryLimits
@@ -112,7 +113,8 @@ class Server:
                 bodies = BodyReader()
                 opening.callback(bodies.close)
                 metrics = operators if config.openai_metrics else None
-                router = HTTPRouter(context, [OpenAIDoor(context, readiness, model, bodies, metrics)])
+                openai = OpenAIDoor(context, readiness, model, bodies, metrics)
+                router = HTTPRouter(context, [openai, AnthropicDoor(context, model, bodies)])
                 self._serve_clients(
                     openai_listening,
                     lambda each: HTTPConnection(each, context, router),

@@ -32,11 +32,13 @@ def write_scripted_model(
     special: Sequence[str] = (),
     added: Sequence[str] = (),
     whole: Sequence[str] = (),
+    context: int = 2048,
 ) -> Path:
     """Write a checkpoint whose output after a prompt that ends with a key of `scripts` is the script.
 
     `special` are the names of special tokens, each of which may occur once in all scripts; the keys and `added` are
-    tokens that are ordinary text, and so are `whole`, which the scripts write as tokens, each once.
+    tokens that are ordinary text, and so are `whole`, which the scripts write as tokens, each once. `context`
+    is the most tokens of a prompt and its output.
     """
     names = [END, *special]
     added = [*added, *whole]
@@ -53,7 +55,7 @@ def write_scripted_model(
             following[before] = token
             before = token
     folder.mkdir(parents=True, exist_ok=True)
-    _write_texts(folder, vocabulary, names, added, template)
+    _write_texts(folder, vocabulary, names, added, template, context)
     _write_weights(folder, _weights(len(vocabulary), following))
     return folder
 
@@ -80,7 +82,12 @@ def _pieces(text: str, special: Sequence[str], vocabulary: Mapping[str, int]) ->
 
 
 def _write_texts(
-    folder: Path, vocabulary: Mapping[str, int], names: Sequence[str], added: Sequence[str], template: str
+    folder: Path,
+    vocabulary: Mapping[str, int],
+    names: Sequence[str],
+    added: Sequence[str],
+    template: str,
+    context: int,
 ) -> None:
     form = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -103,7 +110,7 @@ def _write_texts(
         "num_key_value_heads": 2,
         "head_dim": 32,
         "intermediate_size": 64,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e4,
         "tie_word_embeddings": False,

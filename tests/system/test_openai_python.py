@@ -22,6 +22,7 @@ from quire.runtime.engine import LocalEngine, SilentObserver, StepStats
 
 from tests.support.forced_preemption import preempt
 from tests.support.http_client import HTTPClient
+from tests.support.sdk_types import check_types
 
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a queue?"}]
 ENCODER = Path(__file__).resolve().parents[1] / "goldens" / "encoders" / "bert"
@@ -44,17 +45,7 @@ EXTRA_FIELDS: dict[type[BaseModel], set[str]] = {
 }
 
 
-def check(model: BaseModel) -> None:
-    """Check that the answer has no field that its type does not have, and that its type accepts every value."""
-    type(model).model_validate(model.model_dump(by_alias=True))
-    unseen: list[Any] = [model]
-    while unseen:
-        each = unseen.pop()
-        if isinstance(each, BaseModel):
-            assert (each.model_extra or {}).keys() <= EXTRA_FIELDS.get(type(each), set()), each
-            unseen.extend(value for _, value in each)
-        elif isinstance(each, list):
-            unseen.extend(each)
+check = functools.partial(check_types, extra=EXTRA_FIELDS)
 
 
 def without_ids(answer: BaseModel) -> dict[str, Any]:

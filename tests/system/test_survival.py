@@ -333,6 +333,29 @@ async def test_an_http_stream_outlives_its_engine_process(slow_engine: None, ech
     assert logprobs == (whole["logprobs"] or {}).get("token_logprobs", [])
 
 
+async def test_a_stream_of_messages_outlives_its_engine_process(slow_engine: None) -> None:
+    message = {"role": "user", "content": "What is a queue?"}
+    body = {"model": "quire", "messages": [message], "max_tokens": 40, "temperature": 0}
+    async with engine_pool() as engine:
+        server = Server()
+        await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
+        client = await HTTPClient.open(server.openai_address)
+        whole = (await client.ask("POST", "/v1/messages", body)).json
+        client.send("POST", "/v1/messages", {**body, "stream": True})
+        first = await client.read_until(b"text_delta")
+        kill(engine)
+        rest = await client.read_until(b'{"type":"message_stop"}')
+        client.writer.transport.abort()
+        await server.close()
+        assert engine.core.members[0].num_restarts == 1
+    events = [json.loads(line[6:]) for line in (first + rest).split(b"\n") if line.startswith(b"data: {")]
+    assert (
+        "".join(event["delta"]["text"] for event in events if "text" in event.get("delta", ()))
+        == (whole["content"][0]["text"])
+    )
+    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"] > 1
+
+
 async def test_a_stored_stream_is_resumed_over_a_crash_of_its_engine_process(slow_engine: None) -> None:
     body = {"input": "What is a queue?", "max_output_tokens": 40, "store": True, "stream": True, "ignore_eos": True}
     async with engine_pool() as engine:
