@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .common.config import EngineConfig, EngineOptions
-from .common.errors import InvalidRequest, NotOpen
+from .common.errors import InvalidRequest, ModelNotFound, NotOpen
 from .common.images import extract_images
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
@@ -25,6 +25,7 @@ from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, ToolChoice, check_arguments, join_chunks
 from .engine import EmbedRequest, Engine, GenerateRequest, LocalEngine
 from .engine.output import Stream
+from .hub import cached, parse_reference
 
 Prompt = str | Sequence[int]
 OFFLINE_QUEUE = 1 << 20  # requests; a caller of `generate` waits for all of its prompts anyway
@@ -33,7 +34,8 @@ OFFLINE_QUEUE = 1 << 20  # requests; a caller of `generate` waits for all of its
 class LLM:
     """A model that generates text in this process. Use it as a context manager, or call `close`.
 
-    `model` is a folder in Hugging Face's format or a GGUF file; None is the bundled model. `options` are those of
+    `model` is a folder in Hugging Face's format, a GGUF file, or the name of a model that `quire pull` has downloaded;
+    None is the bundled model. `options` are those of
     `EngineConfig`, such as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Among the
     QUIRE_* variables, only QUIRE_ISA, QUIRE_TUNE and QUIRE_DEBUG have an effect. With `kv_cache_memory`, the KV cache
     takes its memory at once; the default size is only a limit, up to which the cache takes memory as requests use it.
@@ -45,7 +47,11 @@ class LLM:
         if unknown := options.keys() - names.keys():
             name = min(unknown)
             raise TypeError(f"LLM has no option {name!r}{suggestion(name, names)}; the options are {', '.join(names)}")
-        given = {"max_num_waiting": OFFLINE_QUEUE, **options, "model": None if model is None else os.fspath(model)}
+        given = {
+            "max_num_waiting": OFFLINE_QUEUE,
+            **options,
+            "model": None if model is None else _local(os.fspath(model)),
+        }
         config = resolve_settings(given, environ={}).engine
         self._start(config, populate=config.kv_cache_memory is not None)
 
@@ -198,6 +204,17 @@ class LLM:
         if self._engine is None:
             raise NotOpen("this LLM was closed")
         return self._engine
+
+
+def _local(model: str) -> str:
+    """Return the path of a model; a name on a hub stands for the model that was downloaded. Raises ModelNotFound."""
+    reference = parse_reference(model)
+    if reference is None:
+        return model
+    path = cached(reference)
+    if path is None:
+        raise ModelNotFound(f"{model} is neither a folder nor in the cache; download it with `quire pull {model}`")
+    return str(path)
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

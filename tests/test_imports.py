@@ -29,7 +29,7 @@ LAYERS = """
 6  cli/       one file per command                    ray/       on Ray Serve
 5  cluster/   engine processes of other machines      tools/     bench, loadtest, planning, simulation, traffic
 4  server/    msgpack, openai, requests, monitoring    workers/   engine processes    llm.py   without a server
-3  engine/    input, core, output, text, structured    client/    AsyncClient, Client
+3  engine/    input, core, output, text, structured    client/    AsyncClient, Client    hub/    models by name
 2  model/     config, families, weights, runner    protocol/   frames, codec    net/   sockets, TLS
 1  common/    errors, types, config, settings, logs
 """  # packages of runtime/; layers import only layers below. ARCHITECTURE.md and README.md must show the same lines.

@@ -29,7 +29,11 @@ COMMANDS = {  # a function and a file have the same name, with _ for -
     "the duration of the test.",
     "perplexity": "Measure how well MODEL predicts the file TEXT, as llama.cpp's llama-perplexity does.",
     "plan": "Print the memory that serving a model takes, without loading it.",
-    "models": "Print what is known of a model's files and what they lack, or list what is supported.",
+    "pull": "Download a model by its name on a hub into the cache, or the files of it that have changed.",
+    "list": "List the models in the cache of downloads.",
+    "rm": "Remove models from the cache of downloads.",
+    "show": "Print what is known of a model's files and what they lack, without reading or downloading its weights.",
+    "models": "List the model families, types of weights and tokenizers that are supported.",
     "token": "Make a key for TENANT; print the lines that admit it in the file of `quire serve --auth-tokens`, and the "
     "key on standard error.",
     "info": "Print versions, the instruction set level and the number of threads.",

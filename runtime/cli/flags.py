@@ -19,6 +19,7 @@ from ..common.errors import ConfigError
 from ..common.options import Option, flag_name, options_of
 from ..common.server_config import HOST, LIMITS, MACHINES, SERVER, ServerConfig
 from ..common.settings import Settings, resolve_settings, unknown_variables
+from .model_files import with_model_files
 
 _OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)
 _NAMES = tuple(_OPTIONS)
@@ -33,7 +34,9 @@ SCORING_OPTIONS = (  # options of `quire perplexity`, and options that it sets i
 ModelFolder = Annotated[
     str | None,
     Parameter(
-        help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model.", metavar="PATH"
+        help="The model: a folder in Hugging Face's format, a GGUF file, or ORGANIZATION/NAME[:QUANTIZATION] on a hub. "
+        "Default: the bundled model.",
+        metavar="MODEL",
     ),
 ]
 Json = Annotated[bool, Parameter(help="Print the results as JSON.")]
@@ -42,6 +45,11 @@ CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags overri
 
 
 def settings_from(model: str | None, *flags: Any) -> Settings:
+    """Return the settings of a command that loads a model; a model on a hub is downloaded if it is not in the cache."""
+    return with_model_files(read_settings(model, *flags))
+
+
+def read_settings(model: str | None, *flags: Any) -> Settings:
     """Return the settings of a command: flags before QUIRE_* variables before --config before defaults."""
     given: dict[str, Any] = {"model": model}
     for group in flags:

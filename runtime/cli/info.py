@@ -16,7 +16,7 @@ from ...kernels.ops import BLOCK
 from ..common.errors import ConfigError
 from ..model.runner import cache_folder, describe_choices, kept_tunings, pick_cpus, pick_isa, pick_tune_mode
 from ..model.weights.packing import GROUP, Q8_FORM
-from .flags import InfoFlags, settings_from
+from .flags import InfoFlags, read_settings
 
 MEASURE_HELP = (
     "Measure this machine's read bandwidth and arithmetic peaks at each ISA level and number of threads, print them "
@@ -28,7 +28,7 @@ def info(
     *, measure: Annotated[Path | None, Parameter(help=MEASURE_HELP)] = None, memory: InfoFlags | None = None
 ) -> None:
     """Print the instruction sets and threads of this machine. Raises ConfigError."""
-    config = settings_from(None, memory).engine
+    config = read_settings(None, memory).engine
     cpus = pick_cpus(config)
     isa = pick_isa(config)
     print(f"quire      {version('quire')}")

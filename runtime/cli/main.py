@@ -38,11 +38,8 @@ FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> flags here
 COMMANDS_ELSEWHERE = {  # a command of other servers -> the command here
     "run": "`quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
     "chat": "`quire serve MODEL` has a page for chats, at its HTTP port",
-    "pull": "`hf download ORG/NAME --local-dir NAME` gets a model (pip install huggingface_hub), `quire serve ./NAME` "
-    "serves it",
-    "list": "`quire models` lists what is supported, `quire models PATH` says what a model's files are",
-    "ls": "`quire models PATH` says what a model's files are",
-    "show": "`quire models PATH` says what a model's files are, `quire plan PATH` what they take",
+    "ls": "`quire list` lists the models that are downloaded, `quire models` what is supported",
+    "download": "`quire pull ORGANIZATION/NAME` downloads a model",
     "ps": "the status page of `quire serve`, at its operator port, shows what runs",
     "benchmark": "`quire bench MODEL` measures a model, `quire loadtest` a server",
     "help": "see `quire --help`",

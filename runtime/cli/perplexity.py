@@ -30,6 +30,7 @@ from ..tools.perplexity import (
 )
 from .flags import Json, ScoringFlags, refuse_flags, settings_from, warn_of_ignored
 from .interrupts import leaving_at_once
+from .model_files import model_files
 
 SET_BY_WINDOWS = ("max_model_len", "max_num_seqs", "kv_cache_memory")  # see `scoring_config`
 
@@ -68,6 +69,7 @@ def perplexity(
         if value is not None and compare_with is None:
             raise ConfigError(f"{flag} needs --compare-with")
     config = settings_from(model, memory).engine
+    compare_with = compare_with and model_files(compare_with)
     warn_of_ignored("perplexity", config, SET_BY_WINDOWS)
     base = msgspec.structs.replace(
         config,

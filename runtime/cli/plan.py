@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from ..common.errors import ConfigError
 from ..common.memory import deciding_limit, free_memory_bytes
+from ..common.settings import Settings
 from ..engine.facade import NO_TEMPLATE
 from ..engine.text_processor import load_template
 from ..model import model_path
@@ -27,7 +28,8 @@ from ..tools.planning import (
 )
 from ..tools.planning.kv_sizes import describe_sizes
 from ..tools.plotting import check_plot
-from .flags import Json, LimitFlags, MemoryFlags, ModelFolder, settings_from
+from .flags import Json, LimitFlags, MemoryFlags, ModelFolder, read_settings
+from .model_files import with_model_headers
 
 
 def plan(
@@ -55,8 +57,11 @@ def plan(
         raise ConfigError("arena cannot be given with --json")
     if plot is not None:
         check_plot(plot)
-    settings = settings_from(model, memory, limits)
-    target = target or PlanTarget()
+    with with_model_headers(read_settings(model, memory, limits)) as settings:
+        _print_plan(settings, target or PlanTarget(), arena=arena, plot=plot, json=json)
+
+
+def _print_plan(settings: Settings, target: PlanTarget, *, arena: bool, plot: Path | None, json: bool) -> None:
     if settings.engine.model is not None and is_encoder(model_path(settings.engine.model)):
         encoder = plan_encoder(settings, target)
         planned: EncoderPlan | ServingPlan = encoder

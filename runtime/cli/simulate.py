@@ -8,6 +8,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from ...kernels import available_cpus
@@ -27,7 +28,8 @@ from ..tools.simulation import (
     summarize,
 )
 from ..tools.simulation.console import print_report
-from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
+from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, read_settings
+from .model_files import with_model_headers
 
 MAX_GIGA = 1e6
 MAX_NOISE = 2.0
@@ -61,7 +63,8 @@ def simulate(
     scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Simulate and print. Raises ConfigError or ModelError."""
-    config = settings_from(model, memory, scheduling).engine
+    settings = read_settings(model, memory, scheduling)
+    config = settings.engine
     measured = None
     workload = workload or Workload()
     machine = machine or MachineOptions()
@@ -72,8 +75,9 @@ def simulate(
     arrivals = make_arrivals(workload)
     if machine.profile is not None:
         config, measured = read_profile(machine.profile).configure(config)
-    spec = read_spec(model_path(config.model))
-    capacity = decide_capacity(config, spec)
+    with with_model_headers(msgspec.structs.replace(settings, engine=config)) as settings:
+        spec = read_spec(model_path(settings.engine.model))
+        capacity = decide_capacity(settings.engine, spec)
     roofline = _roofline(capacity, machine, measured)
     hosts = None if fleet == FleetOptions() else fleet
     simulator = build_simulator(

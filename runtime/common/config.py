@@ -46,7 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: Annotated[
         str | None,
         _memory(
-            "The model: a folder in Hugging Face's format, or a GGUF file.", unit="path", default="the bundled model"
+            "The model: a folder in Hugging Face's format, a GGUF file, or a name on Hugging Face.",
+            unit="path",
+            default="the bundled model",
         ),
     ] = None
     embedding_model: Annotated[

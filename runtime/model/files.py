@@ -9,7 +9,6 @@ from io import BufferedReader
 from os import SEEK_END, fsencode
 from os.path import abspath, exists, isdir, isfile
 from pathlib import Path
-from shlex import quote
 
 from ..common.errors import CorruptCheckpoint, ModelNotFound
 from .config_json import CONFIG_FILE
@@ -21,7 +20,7 @@ SAMPLED_BLOCKS = 64  # blocks of a file, in `sampled_fingerprint`
 SAMPLED_BYTES = 4096  # size of a block
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 BUNDLED_EMBEDDING_MODEL = Path(__file__).parents[1] / "demo_embedding"
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organization/name
+_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[^/]+")  # a folder in the cache of huggingface_hub
 
 
 def model_path(model: str | Path | None) -> Path:
@@ -38,10 +37,9 @@ def model_path(model: str | Path | None) -> Path:
             if str(model) == bundled.name:
                 return bundled
     if not exists(model) and not is_gguf(model):
-        is_repository = _REPOSITORY.fullmatch(str(model)) is not None
-        what = f"{model} --local-dir DIR" if is_repository else f"ORGANIZATION/NAME --local-dir {quote(str(model))}"
         raise ModelNotFound(
-            f"{model} does not exist; download it first, for example with `hf download {what}`, and give the folder"
+            f"{model} does not exist; give a folder or a GGUF file, or download a model with "
+            "`quire pull ORGANIZATION/NAME`"
         )
     if not isdir(model):
         if isfile(model) and is_gguf(model):
@@ -73,13 +71,19 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model: the name of its folder, or of its GGUF file without the ending, as given.
+    """Return the name of a model: of its folder, its GGUF file without the ending, or its name in a hub's cache.
 
     Bytes that are not UTF-8 are replaced: the name is sent to clients.
     """
     part = PART.fullmatch(path.name) if is_gguf(path) else None
-    name = part[1] if part else path.stem if is_gguf(path) else Path(abspath(path)).name
+    name = part[1] if part else path.stem if is_gguf(path) else _folder_name(Path(abspath(path)))
     return fsencode(name).decode(errors="replace")
+
+
+def _folder_name(folder: Path) -> str:
+    """Return the name of a folder; of one in the cache of huggingface_hub, ORGANIZATION/NAME."""
+    cached = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
+    return f"{cached[1]}/{cached[2]}" if cached else folder.name
 
 
 def fingerprint(path: Path) -> bytes:

@@ -366,7 +366,7 @@ def test_missing_models(model: Any) -> None:
 
 
 def test_the_name_of_a_repository_is_not_a_folder() -> None:
-    with pytest.raises(ModelNotFound, match="download it first, for example with `hf download Qwen/"):
+    with pytest.raises(ModelNotFound, match="download it with `quire pull Qwen/"):
         LLM("Qwen/Qwen3-0.6B")
 
 

@@ -187,6 +187,11 @@ def open_gguf(path: str | Path) -> GGUFFile:
     return _open_unchanged(str(path), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
+def header_tensors(path: str | Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one file, which may be one part of a split one. Raises as `GGUFFile`."""
+    return _Part(Path(path)).tensors
+
+
 @lru_cache(maxsize=2)  # a model that generates, and an encoder
 def _open_unchanged(path: str, status: tuple[int, ...]) -> GGUFFile:
     return GGUFFile(path)

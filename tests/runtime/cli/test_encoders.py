@@ -1,4 +1,4 @@
-"""`quire models` and `quire plan` of encoders."""
+"""`quire show` and `quire plan` of encoders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quire.runtime.model.runner.encoder_runner import load_encoder
 FOLDER = Path(__file__).parents[2] / "goldens" / "encoders"
 
 
-def test_models_shows_what_an_encoder_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["models", str(FOLDER / "bert_dense")]) == 0
+def test_show_prints_what_an_encoder_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(FOLDER / "bert_dense")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "makes       a vector of 24 of a text, from its first row, of length 1" in lines
     assert "prompt      query: 'find: '" in lines
     assert not [line for line in lines if line.startswith("problem")]
-    assert run(["models", str(FOLDER / "qwen3_answer")]) == 0
+    assert run(["show", str(FOLDER / "qwen3_answer")]) == 0
     assert "makes       1 score of a pair of texts, from its last row" in capsys.readouterr().out
 
 

@@ -127,15 +127,10 @@ def test_an_interrupt_of_a_command_exits_with_130(
             "unknown command 'run'; `quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
         ),
         (["chat"], "unknown command 'chat'; `quire serve MODEL` has a page for chats, at its HTTP port"),
+        (["download", "a/b"], "unknown command 'download'; `quire pull ORGANIZATION/NAME` downloads a model"),
         (
-            ["pull", "org/name"],
-            "unknown command 'pull'; `hf download ORG/NAME --local-dir NAME` gets a model (pip install "
-            "huggingface_hub), `quire serve ./NAME` serves it",
-        ),
-        (
-            ["list"],
-            "unknown command 'list'; `quire models` lists what is supported, `quire models PATH` says what a model's "
-            "files are",
+            ["ls"],
+            "unknown command 'ls'; `quire list` lists the models that are downloaded, `quire models` what is supported",
         ),
         (["help"], "unknown command 'help'; see `quire --help`"),
     ],

@@ -1,4 +1,4 @@
-"""`quire models`: the facts in the headers of a model, and supported features."""
+"""`quire show`: the facts in the headers of a model; `quire models`: supported features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.image_folder import write_image_folder
 
 def rows(capsys: pytest.CaptureFixture[str], model: Path | None) -> dict[str, list[str]]:
     """Return the texts of each name in the table. The command fails exactly if the table names a problem."""
-    status = run(["models"] if model is None else ["models", str(model)])
+    status = run(["models"] if model is None else ["show", str(model)])
     out, errors = capsys.readouterr()
     found: dict[str, list[str]] = {}
     for line in out.splitlines():
@@ -158,5 +158,5 @@ def test_without_a_model_all_that_is_supported_is_listed(capsys: pytest.CaptureF
 
 
 def test_no_model_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["models", str(tmp_path / "nowhere")]) == 2
+    assert run(["show", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith(f"quire: {tmp_path / 'nowhere'} ")

@@ -30,14 +30,14 @@ def test_a_pool_too_large_for_the_system_is_refused() -> None:
         (
             "/nowhere",
             ModelNotFound,
-            "^/nowhere does not exist; download it first, for example with "
-            "`hf download ORGANIZATION/NAME --local-dir /nowhere`, and give the folder$",
+            "^/nowhere does not exist; give a folder or a GGUF file, or download a model with "
+            "`quire pull ORGANIZATION/NAME`$",
         ),
         (
             "a/b",
             ModelNotFound,
-            "^a/b does not exist; download it first, for example with `hf download a/b --local-dir DIR`, and give the "
-            "folder$",
+            "^a/b does not exist; give a folder or a GGUF file, or download a model with "
+            "`quire pull ORGANIZATION/NAME`$",
         ),
         ("/", ModelNotFound, "^/ has no config.json; a Hugging Face model folder or a .gguf file is needed$"),
         (__file__, ModelNotFound, "is neither a folder nor a .gguf file"),
