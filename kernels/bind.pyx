@@ -20,7 +20,7 @@ from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
                   Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, GateRows, Gather, HeadLinear,
                   LatentAttention, Linear, LinearRecurrence, Normed, NormRows, PoolRows, RouteRows, ShortConv,
-                  SplitHeads, ephemeral_pages, has_minimums, head_groups, max_groups, padded)
+                  SplitHeads, ephemeral_pages, has_half_blocks, has_minimums, head_groups, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
 from .recurrence cimport bind_causal_conv, bind_gated_norm, bind_recurrence, bind_short_conv
@@ -292,7 +292,7 @@ cdef class Binder:
         linear.span = max(1, op.out.group)
         linear.num_spans = -(-num_blocks // linear.span)
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[epilogue]
-        linear.has_minimums = has_minimums(weight)
+        linear.has_minimums, linear.has_half_blocks = has_minimums(weight), has_half_blocks(weight)
         linear.packed_bytes = max([packed_rows_bytes(WEIGHT_CODES[dtype], weight.width, weight.group)
                                    for _, dtype in weight.ranges])
         for index, weight in enumerate(weights):

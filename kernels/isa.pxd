@@ -68,6 +68,7 @@ cdef extern from "simd/tiles.h" nogil:
         quire_rows a
         const void *packed
         const quire_block_sums *block_sums
+        const int32_t *half_sums
         const float *factors
         const float *bias
         const char *next
@@ -186,6 +187,7 @@ cdef extern from "simd/tiles.h" nogil:
         const char *name
         quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES]
         void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out) noexcept nogil
+        void (*sum_halves)(const quire_rows *a, int64_t rows, int32_t *out) noexcept nogil
         void (*attention[QUIRE_KV_DTYPES][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil

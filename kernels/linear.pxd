@@ -21,6 +21,7 @@ cdef struct LinearOp:
     bint has_factors                # each row's sums are multiplied: by 1 / rms, by `scale`, or by both
     float scale
     bint has_minimums               # some columns have minimums: their weights are q4_k or q5_k
+    bint has_half_blocks            # some columns have scales of half blocks: their weights are q6_k
     int64_t packed_bytes            # bytes of packed rows, if a function packs them
     float softcap                   # softcap of the results; 0: none
     Value out
@@ -42,7 +43,8 @@ cdef struct LinearOp:
     int epilogue
     bint sampled                    # computes only the rows that sample
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes, int64_t span, int64_t group)
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, bint has_half_blocks, list dtypes, int64_t span,
+                                  int64_t group)
 cdef int64_t packed_rows_bytes(int dtype, int64_t width, int64_t group) noexcept
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil
 cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,

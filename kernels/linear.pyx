@@ -13,7 +13,7 @@ A worker computes an item in its scratch. If it loses its core meanwhile, anothe
 that item again (`help_linear`), and the first of the two writes it, in the dtypes that the next op reads: a block has
 its own scale.
 """
-from libc.stdint cimport uint16_t, uint64_t
+from libc.stdint cimport int32_t, uint16_t, uint64_t
 from libc.string cimport memcpy
 
 from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q4, QUIRE_Q8, QUIRE_SUPER_BLOCK,
@@ -62,11 +62,14 @@ cdef struct Pair:                   # a pair of panels
     char *data                      # NULL: no pair
 
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes, int64_t span, int64_t group):
-    """Return the bytes of one worker: `Scratch`, results of the other blocks of a span, sums of blocks, packed rows,
-    then an unpacked pair of panels of these dtypes. `group` is the number of blocks that share a scale.
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, bint has_half_blocks, list dtypes, int64_t span,
+                                  int64_t group):
+    """Return the bytes of one worker: `Scratch`, results of the other blocks of a span, sums of blocks, then of half
+    blocks, packed rows, then an unpacked pair of panels of these dtypes. `group` is the number of blocks that share a
+    scale.
     """
     return (_results_end(span) + (_block_sums_bytes(width) if has_minimums else 0)
+            + (_half_sums_bytes(width) if has_half_blocks else 0)
             + max([packed_rows_bytes(dtype, width, group) for dtype in dtypes])
             + 2 * max([quire_unpacked_bytes(dtype, width) for dtype in dtypes]))
 
@@ -87,13 +90,22 @@ cdef quire_block_sums *_block_sums(const LinearOp *op, Scratch *scratch) noexcep
     return <quire_block_sums *>(<char *>scratch + _results_end(op.span))
 
 
+cdef int32_t *_half_sums(const LinearOp *op, Scratch *scratch) noexcept nogil:
+    cdef int64_t before = _block_sums_bytes(op.input.rows.width) if op.has_minimums else 0
+    return <int32_t *>(<char *>_block_sums(op, scratch) + before)
+
+
 cdef char *_packed_rows(const LinearOp *op, Scratch *scratch) noexcept nogil:
-    cdef int64_t sums = _block_sums_bytes(op.input.rows.width) if op.has_minimums else 0
-    return <char *>scratch + _results_end(op.span) + sums
+    cdef int64_t before = _half_sums_bytes(op.input.rows.width) if op.has_half_blocks else 0
+    return <char *>_half_sums(op, scratch) + before
 
 
 cdef int64_t _block_sums_bytes(int64_t width) noexcept nogil:
     return ROWS_IN_CACHE * (width // QUIRE_SUPER_BLOCK) * <int64_t>sizeof(quire_block_sums)
+
+
+cdef int64_t _half_sums_bytes(int64_t width) noexcept nogil:
+    return ROWS_IN_CACHE * (width // QUIRE_BLOCK) * <int64_t>sizeof(int32_t)
 
 
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil:
@@ -246,6 +258,9 @@ cdef void _prepare_group(const LinearOp *op, const quire_tiles *tiles, const Ite
     if op.has_minimums:
         rows = _input_rows(op, item.row)
         tiles.sum_blocks(&rows, item.end - item.row, _block_sums(op, scratch))
+    if op.has_half_blocks:
+        rows = _input_rows(op, item.row)
+        tiles.sum_halves(&rows, item.end - item.row, _half_sums(op, scratch))
     for part in range(item.weight.num_parts):   # functions that read packed rows read the same ones
         linear = &tiles.linear[item.weight.parts[part].dtype][quire_row_class(item.end - item.row)]
         if linear.pack != NULL:
@@ -366,6 +381,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # lines of `next` per 32 of K
     tile.block_sums = _block_sums(op, scratch) if op.has_minimums else NULL
+    tile.half_sums = _half_sums(op, scratch) if op.has_half_blocks else NULL
     tile.packed = _packed_rows(op, scratch) if linear.pack != NULL else NULL
     tile.scratch = _packed_rows(op, scratch) + op.packed_bytes
     tile.factors = scratch.factors if op.has_factors else NULL
@@ -388,6 +404,8 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
         tile.c += n * tile.ldc
         if tile.block_sums != NULL:
             tile.block_sums += n * (width // QUIRE_SUPER_BLOCK)
+        if tile.half_sums != NULL:
+            tile.half_sums += n * (width // QUIRE_BLOCK)
         if tile.factors != NULL:
             tile.factors += n
         row += n

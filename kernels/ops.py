@@ -636,6 +636,11 @@ def has_minimums(weight: PackedMatrix) -> bool:
     return any(dtype in ("q4_k", "q5_k") for _, dtype in weight.ranges)
 
 
+def has_half_blocks(weight: PackedMatrix) -> bool:
+    """Return whether half blocks of any column have a scale of their own."""
+    return any(dtype == "q6_k" for _, dtype in weight.ranges)
+
+
 def max_groups(tokens: int, num_experts: int, top_k: int) -> int:
     """Return the largest number of groups of a step."""
     return min(num_experts, tokens * top_k) + tokens * top_k // ROWS_IN_CACHE

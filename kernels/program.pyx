@@ -17,8 +17,8 @@ from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
 from .isa import KV_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
 from .ops import (Attention, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, HeadLinear,
-                  LatentAttention, Linear, NormRows, RouteRows, aligned, ephemeral_pages, has_minimums, head_groups,
-                  padded, state_nbytes)
+                  LatentAttention, Linear, NormRows, RouteRows, aligned, ephemeral_pages, has_half_blocks,
+                  has_minimums, head_groups, padded, state_nbytes)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
 from .regions import aligned_zeros
@@ -36,7 +36,7 @@ def scratch_nbytes(workers, ops):
     head_dim = _largest_head(ops)
     linears = [(op.weight if isinstance(op, Linear) else op.weights[0], max(1, op.out.group)) for op in ops
                if isinstance(op, (Linear, ExpertLinear, HeadLinear))]
-    sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight),
+    sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight), has_half_blocks(weight),
                                   [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], span, weight.group)
              for weight, span in linears]
     rows = [padded(op.out.columns) for op in ops if isinstance(op, Embed)]

@@ -80,6 +80,7 @@ static inline void skip_rows(quire_linear_tile *t, int rows) {
   t->a.sums += rows * (t->a.width / 32);
   t->c += rows * t->ldc;
   if (t->block_sums) t->block_sums += rows * (t->a.width / QUIRE_SUPER_BLOCK);
+  if (t->half_sums) t->half_sums += rows * (t->a.width / 32);
   if (t->factors) t->factors += rows;
 }
 

@@ -57,6 +57,15 @@ void ISA(sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out) {
     sum_super_block(a->scales + i * BLOCKS, a->sums + i * BLOCKS, out + i);
 }
 
+void ISA(sum_halves)(const quire_rows *a, int64_t rows, int32_t *out) {
+  const int8_t *x = a->data;
+  for (int64_t i = 0; i < rows * a->width / 32; i++, x += 32) {
+    int32_t sum = 0;
+    for (int k = 0; k < 16; k++) sum += x[k];
+    out[i] = -32 * sum;
+  }
+}
+
 // Unsigned weights, 4 of K: of the first 16 of a block or of the other 16.
 INLINE wq8 weights_of(const int bits, const int half, const int k, wq4 line, wq4 high) {
   const wq8 low = half ? wq4_high(line) : wq4_low(line);
@@ -76,13 +85,6 @@ INLINE void dot_half(const int rows, const int bits, const int half, const uint8
       dot[i][1] = vi_dot4(dot[i][1], q, x);
     }
   }
-}
-
-// 32 * sum of 16 activations, in all lanes.
-INLINE vi sum_of_16(const int8_t *a) {
-  vi sum = vi_zero();
-  UNROLL for (int k = 0; k < 4; k++) sum = vi_dot4(sum, wq8_set1(32), a + k * 4);
-  return sum;
 }
 
 // The scales of one super-block in the pair of panels.
@@ -141,41 +143,53 @@ INLINE void add_minimums(const int rows, const quire_linear_tile *t, int64_t k, 
       acc[i][p] = vf_fma(vf_from(dot[i][p]), vf_mul_pow2(least[p], &sums[i * super_blocks].unit), acc[i][p]);
 }
 
-// The dots of one half of a block of Q6_K. q - 32 is in -32..31, so they start at -32 * sum(a) of the half; `first` are
-// 32 * sum(a) of the first half.
-INLINE void dot_q6(const int rows, const int half, const quire_linear_tile *t, int64_t b, const uint8_t *u,
-                   const uint8_t *v, const vi first[], vi dot[][2]) {
-  const int64_t width = t->a.width, blocks = width / 32;
-  UNROLL for (int i = 0; i < rows; i++) {
-    dot[i][0] = half ? vi_add(first[i], vi_set1(t->a.sums[i * blocks + b] >> 2)) : vi_sub(vi_zero(), first[i]);
-    dot[i][1] = dot[i][0];
-  }
-  const int64_t high = (4 + half) * LINE;
-  dot_half(rows, 6, half, u, v, u + high, v + high, (const int8_t *)t->a.data + b * 32, width, dot);
+// q - 32 is in -32..31, so the dots of a half of Q6_K start at -32 * sum(a) of the half. Sums in rows are of whole blocks.
+INLINE vi start_q6(const quire_linear_tile *t, const int half, int64_t block) {
+  const vi first = vi_set1(t->half_sums[block]);
+  return half ? vi_sub(vi_shift_right(vi_set1(t->a.sums[block]), 2), first) : first;
 }
 
-// As add_block, for Q6_K, which has no minimums but a scale per half block. Its activations' sums are of whole blocks.
-INLINE void add_halves(const int rows, const quire_linear_tile *t, int64_t b, int j, const uint8_t *u, const uint8_t *v,
-                       block_scales *s, vf acc[][2]) {
-  vi first[LINEAR_ROWS], dot[LINEAR_ROWS][2];
-  vf part[LINEAR_ROWS][2];
-  vf p[2], q[2];  // scales of each half
-  for (int half = 0; half < 2; half++) {
-    p[half] = vf_mul(s->d[0], vf_load_i8(s->of[0].scales[2 * j + half]));
-    q[half] = vf_mul(s->d[1], vf_load_i8(s->of[1].scales[2 * j + half]));
-  }
-  UNROLL for (int i = 0; i < rows; i++) first[i] = sum_of_16((const int8_t *)t->a.data + i * t->a.width + b * 32);
-  dot_q6(rows, 0, t, b, u, v, first, dot);
+// The dots of one half of a block of Q6_K. The lines of a wide block are weights without other bits.
+INLINE void dot_q6(const int rows, const int is_wide, const int half, const quire_linear_tile *t, int64_t b,
+                   const uint8_t *u, const uint8_t *v, vi dot[][2]) {
+  const int64_t width = t->a.width, blocks = width / 32;
+  const int8_t *a = (const int8_t *)t->a.data + b * 32;
   UNROLL for (int i = 0; i < rows; i++) {
-    part[i][0] = vf_mul(p[0], vf_from(dot[i][0]));
-    part[i][1] = vf_mul(q[0], vf_from(dot[i][1]));
+    dot[i][0] = dot[i][1] = start_q6(t, half, i * blocks + b);
   }
-  dot_q6(rows, 1, t, b, u, v, first, dot);
+  if (!is_wide) {
+    const int64_t high = (4 + half) * LINE;
+    dot_half(rows, 6, half, u, v, u + high, v + high, a, width, dot);
+    return;
+  }
+  UNROLL for (int k = half * 4; k < half * 4 + 4; k++) {
+    const wq8 p = wq8_load(u + k * LINE), q = wq8_load(v + k * LINE);
+    UNROLL for (int i = 0; i < rows; i++) {
+      dot[i][0] = vi_dot4(dot[i][0], p, a + i * width + k * 4);
+      dot[i][1] = vi_dot4(dot[i][1], q, a + i * width + k * 4);
+    }
+  }
+}
+
+// As add_block, for Q6_K, which has no minimums but a scale per half block, at `scales` of the first and second half in both
+// panels.
+INLINE void add_halves(const int rows, const int is_wide, const quire_linear_tile *t, int64_t b, const uint8_t *u,
+                       const uint8_t *v, vf scales[2][2], vf acc[][2]) {
+  vi dot[LINEAR_ROWS][2];
+  vf part[LINEAR_ROWS][2];
+  dot_q6(rows, is_wide, 0, t, b, u, v, dot);
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int p = 0; p < 2; p++) part[i][p] = vf_mul(scales[0][p], vf_from(dot[i][p]));
+  dot_q6(rows, is_wide, 1, t, b, u, v, dot);
   UNROLL for (int i = 0; i < rows; i++) {
     const vf z = vf_set1(t->a.scales[i * (t->a.width / 32) + b]);
-    acc[i][0] = vf_fma(vf_fma(p[1], vf_from(dot[i][0]), part[i][0]), z, acc[i][0]);
-    acc[i][1] = vf_fma(vf_fma(q[1], vf_from(dot[i][1]), part[i][1]), z, acc[i][1]);
+    UNROLL for (int p = 0; p < 2; p++) acc[i][p] = vf_fma(vf_fma(scales[1][p], vf_from(dot[i][p]), part[i][p]), z, acc[i][p]);
   }
+}
+
+INLINE void half_scales_of(const block_scales *s, int j, vf out[2][2]) {
+  for (int half = 0; half < 2; half++)
+    for (int p = 0; p < 2; p++) out[half][p] = vf_mul(s->d[p], vf_load_i8(s->of[p].scales[2 * j + half]));
 }
 
 INLINE void body_k(const int rows, const int adds, const int bits, const quire_linear_tile *t) {
@@ -192,8 +206,11 @@ INLINE void body_k(const int rows, const int adds, const int bits, const quire_l
       const int64_t line = quire_scale_lines(bits) + j * bits;
       const uint8_t *u = panel[0] + line * LINE, *v = panel[1] + line * LINE;
       next = fetch_next(next, t->next_lines);
-      if (bits == 6) add_halves(rows, t, k * BLOCKS + j, j, u, v, &scales, acc);
-      else add_block(rows, few, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
+      if (bits == 6) {
+        vf halves[2][2];
+        half_scales_of(&scales, j, halves);
+        add_halves(rows, 0, t, k * BLOCKS + j, u, v, halves, acc);
+      } else add_block(rows, few, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
     }
     if (bits < 6) {
       const uint32_t (*minimums[2])[16] = {scales.of[0].minimums, scales.of[1].minimums};
@@ -243,8 +260,7 @@ INLINE vf row_of_super_blocks(const int bits, const quire_linear_tile *t, const 
       const vf z = vf_set1(t->a.scales[b]);
       *ahead = fetch_ahead(*ahead, bits * LINE, 0, t);
       if (bits == 6) {
-        const vi first = sum_of_16(a);
-        vi dot[2] = {vi_sub(vi_zero(), first), vi_add(first, vi_set1(t->a.sums[b] >> 2))};  // -32 * sum(a) of each half
+        vi dot[2] = {start_q6(t, 0, b), start_q6(t, 1, b)};
         dot_halves(bits, w, a, dot);
         const vf part = vf_mul(vf_mul(d, vf_load_i8(s.scales[2 * j])), vf_from(dot[0]));
         acc = vf_fma(vf_fma(vf_mul(d, vf_load_i8(s.scales[2 * j + 1])), vf_from(dot[1]), part), z, acc);
@@ -281,21 +297,32 @@ INLINE void body_any_k(const int rows, const int adds, const int bits, const qui
 #if defined QUIRE_ISA_AVX512
 static void few_rows_of_q4_k(int rows, const quire_linear_tile *t) { PER_ROW_COUNT_AND_PRODUCT(body_q4_k) }
 
-static void unpack_q4_k(const uint8_t *panel, int64_t super_blocks, quire_unpacked *out) {
-  for (; super_blocks; super_blocks--, panel += quire_super_block_bytes(QUIRE_Q4_K), out++) {
-    const uint8_t *w = panel + quire_scale_lines(QUIRE_Q4_K) * LINE;
+INLINE void unpack_super_blocks(const int bits, const uint8_t *panel, int64_t super_blocks, quire_unpacked *out) {
+  for (; super_blocks; super_blocks--, panel += quire_super_block_bytes(bits), out++) {
+    const uint8_t *w = panel + quire_scale_lines(bits) * LINE;
+    const vf d = vf_load_f16((const uint16_t *)panel);
     block_integers integers;
-    unpack_integers(QUIRE_Q4_K, panel, &integers);
+    unpack_integers(bits, panel, &integers);
+    for (int j = 0; j < (bits == 6 ? 2 : 1) * BLOCKS; j++) vf_store(out->scales[j], vf_mul(d, vf_load_i8(integers.scales[j])));
+    for (int j = 0; j < BLOCKS; j++, w += bits * LINE)
+      for (int k = 0; k < 4; k++) {
+        const wq4 line = wq4_load(w + k * LINE);
+        const wq4 first = bits == 6 ? wq4_load(w + 4 * LINE) : line, second = bits == 6 ? wq4_load(w + 5 * LINE) : line;
+        vi_store((uint32_t *)(out->weights[j] + k * LINE), bits == 6 ? weights_of(bits, 0, k, line, first) : wq4_low(line));
+        vi_store((uint32_t *)(out->weights[j] + (k + 4) * LINE), bits == 6 ? weights_of(bits, 1, k, line, second) : wq4_high(line));
+      }
+    if (bits == 6) continue;
     memcpy(out->minimums, integers.minimums, sizeof out->minimums);
     vf_store(out->least, vf_load_f16((const uint16_t *)panel + 16));
-    for (int j = 0; j < BLOCKS; j++) {
-      vf_store(out->scales[j], vf_mul(vf_load_f16((const uint16_t *)panel), vf_load_i8(integers.scales[j])));
-      for (int k = 0; k < 4; k++, w += LINE) {
-        vi_store((uint32_t *)(out->weights[j] + k * LINE), wq4_low(wq4_load(w)));
-        vi_store((uint32_t *)(out->weights[j] + (k + 4) * LINE), wq4_high(wq4_load(w)));
-      }
-    }
   }
+}
+
+// Let the tile's weights be its panels unpacked in scratch.
+INLINE void unpack_panels(const int bits, quire_linear_tile *t) {
+  const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
+  for (int p = 0; p < 2; p++)
+    unpack_super_blocks(bits, (const uint8_t *)t->w + p * t->panel_bytes, super_blocks, (quire_unpacked *)t->scratch + p * super_blocks);
+  t->w = t->scratch;
 }
 
 // As body_k, for unpacked panels.
@@ -324,6 +351,26 @@ INLINE void body_unpacked(const int rows, const int adds, const quire_linear_til
   }
   finish(rows, acc, t);
 }
+
+INLINE void body_unpacked_q6_k(const int rows, const quire_linear_tile *t) {
+  const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
+  const quire_unpacked *u = t->w, *v = u + super_blocks;
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
+  for (int64_t k = 0; k < super_blocks; k++, u++, v++)
+    for (int j = 0; j < BLOCKS; j++) {
+      vf halves[2][2];
+      for (int half = 0; half < 2; half++)
+        halves[half][0] = vf_load(u->scales[2 * j + half]), halves[half][1] = vf_load(v->scales[2 * j + half]);
+      next = fetch_next(next, t->next_lines);
+      add_halves(rows, 1, t, k * BLOCKS + j, u->weights[j], v->weights[j], halves, acc);
+    }
+  finish(rows, acc, t);
+}
+
+static void few_rows_of_q6_k(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_q6_k, t) }
+static void unpacked_rows_of_q6_k(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_unpacked_q6_k, t) }
 static void unpacked_rows(int rows, const quire_linear_tile *t) { PER_ROW_COUNT_AND_PRODUCT(body_unpacked) }
 
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
@@ -333,25 +380,32 @@ void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
     return;
   }
   quire_linear_tile unpacked = *t;
-  const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
-  for (int p = 0; p < 2; p++)
-    unpack_q4_k((const uint8_t *)t->w + p * t->panel_bytes, super_blocks, (quire_unpacked *)t->scratch + p * super_blocks);
-  unpacked.w = t->scratch;
+  unpack_panels(QUIRE_Q4_K, &unpacked);
   multiply_in_calls(unpacked_rows, rows, unpacked);
+}
+void ISA(linear_q6_k)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
+  if (rows < UNPACKED_ROWS_Q6_K) {
+    multiply_in_calls(few_rows_of_q6_k, rows, *t);
+    return;
+  }
+  quire_linear_tile unpacked = *t;
+  unpack_panels(QUIRE_Q6_K, &unpacked);
+  multiply_in_calls(unpacked_rows_of_q6_k, rows, unpacked);
 }
 #else
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
   PER_ROW_COUNT_AND_PRODUCT(body_q4_k)
 }
+void ISA(linear_q6_k)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
+  PER_ROW_COUNT(body_q6_k, t)
+}
 #endif
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
   PER_ROW_COUNT(body_q5_k, t)
-}
-void ISA(linear_q6_k)(int rows, const quire_linear_tile *t) {
-  assert(rows >= 1 && rows <= LINEAR_ROWS);
-  PER_ROW_COUNT(body_q6_k, t)
 }
 
 // Weight i of a block at `lines`, unsigned.

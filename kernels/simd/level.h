@@ -26,6 +26,7 @@ void ISA(linear_q4_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q6_k)(int rows, const quire_linear_tile *t);
 void ISA(sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);
+void ISA(sum_halves)(const quire_rows *a, int64_t rows, int32_t *out);
 void ISA(linear_mxfp4)(int rows, const quire_linear_tile *t);
 void ISA(linear_q4_z)(int rows, const quire_linear_tile *t);
 void ISA(attention_f32)(int rows, const quire_attention_tile *t);

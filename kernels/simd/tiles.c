@@ -32,9 +32,10 @@
 const quire_tiles LEVEL(quire_tiles) = {
     .name = LEVEL_NAME,
     .linear = {LINEAR(ISA(linear_f32), LINEAR_ROWS), BF16, Q8, Q4, LINEAR(ISA(linear_q4_k), LINEAR_ROWS_4_BITS),
-               LINEAR(ISA(linear_q5_k), LINEAR_ROWS), LINEAR(ISA(linear_q6_k), LINEAR_ROWS),
+               LINEAR(ISA(linear_q5_k), LINEAR_ROWS), LINEAR(ISA(linear_q6_k), LINEAR_ROWS_4_BITS),
                LINEAR(ISA(linear_mxfp4), LINEAR_ROWS), LINEAR(ISA(linear_q4_z), LINEAR_ROWS)},
     .sum_blocks = ISA(sum_blocks),
+    .sum_halves = ISA(sum_halves),
     .attention = {EACH(ISA(attention_f32)), EACH(LEVEL(attention_bf16)), INT8, EACH(ISA(attention_f16))},
     .merge = ISA(merge),
     .convert = ISA(convert),

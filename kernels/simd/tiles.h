@@ -58,17 +58,19 @@ static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int
   return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }
 
-// A super-block of one panel of q4_k, unpacked for many rows; `least` has the factors of its minimums.
+// A super-block of one panel of q4_k or q6_k, unpacked for many rows; `least` has the factors of its minimums.
 typedef struct {
   uint8_t weights[8][512];  // weights of each block of 32: q8 without its offset of 128
-  float scales[8][16], least[16];
+  float scales[16][16];     // scales of blocks, 8; in q6_k, of half blocks
+  float least[16];
   uint32_t minimums[4][16];  // pairs of 16 bits: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7
 } quire_unpacked;
 
 // Bytes of a panel that is unpacked for many rows: q4 becomes q8.
 static inline int64_t quire_unpacked_bytes(const int dtype, const int64_t width) {
   if (dtype == QUIRE_Q4) return quire_panel_bytes(QUIRE_Q8, width);
-  return dtype == QUIRE_Q4_K ? width / QUIRE_SUPER_BLOCK * (int64_t)sizeof(quire_unpacked) : 0;
+  const int is_unpacked = dtype == QUIRE_Q4_K || dtype == QUIRE_Q6_K;
+  return is_unpacked ? width / QUIRE_SUPER_BLOCK * (int64_t)sizeof(quire_unpacked) : 0;
 }
 
 // Activations of one dtype: [rows][width], width a multiple of 32, padding zero.
@@ -115,10 +117,11 @@ typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
   const uint16_t *scales;  // q8, q4: fp16 [quire_num_scales][16] of the first panel; those of the second follow
   int64_t panel_bytes;
-  void *scratch;           // q4, q4_k: for the unpacked pair of panels
+  void *scratch;           // q4, q4_k, q6_k: for the unpacked pair of panels
   quire_rows a;
   const void *packed;      // all rows of the call, packed; NULL if the function has no `pack`
   const quire_block_sums *block_sums;  // q4_k, q5_k: [rows][width / 256]
+  const int32_t *half_sums;  // q6_k: [rows][width / 32], -32 * sum of the first half of each block
   const float *factors;    // [rows], multiply each row's sums; or NULL
   const float *bias;       // [32] or NULL
   const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
@@ -244,6 +247,7 @@ typedef struct {
   const char *name;
   quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES];  // functions for each dtype of weights
   void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // sums of all super-blocks of the rows
+  void (*sum_halves)(const quire_rows *a, int64_t rows, int32_t *out);  // out [rows][width / 32], see `half_sums`
   void (*attention[QUIRE_KV_DTYPES][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t);  // see `quire_kv_index`
 
   // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may

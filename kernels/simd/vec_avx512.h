@@ -6,7 +6,7 @@
 #define ISA_NAME "avx512-vnni-bf16"
 enum { LINEAR_ROWS = 6, ATTENTION_ROWS = 6 };  // 12 resp. 24 accumulators of 32 registers
 enum { STREAM_ROWS_Q8 = 3, STREAM_ROWS_Q4 = 2 };  // the most that read one panel after the other
-enum { LINEAR_ROWS_4_BITS = 192, UNPACKED_ROWS = 37 };  // the rows that stay in L2; at 37, unpacking is worth it
+enum { LINEAR_ROWS_4_BITS = 192, UNPACKED_ROWS = 37, UNPACKED_ROWS_Q6_K = 25 };  // the rows that stay in L2, and from which on unpacking is worth it
 
 typedef __m512 vf;
 typedef __m512i vi;

@@ -94,8 +94,8 @@ MUTANTS = [
     ),
     Mutant(
         K_QUANTS,
-        "vi_add(first[i], vi_set1(t->a.sums[i * blocks + b] >> 2))",
-        "vi_sub(vi_zero(), first[i])",
+        "vi_sub(vi_shift_right(vi_set1(t->a.sums[block]), 2), first)",
+        "first",
         "6-bit weights are multiplied with another zero than they were stored with",
         "tests/kernels/test_kquants.py",
     ),

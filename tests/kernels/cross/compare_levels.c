@@ -137,9 +137,11 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
   const int adds = t.epilogue == QUIRE_ADD;
   static _Alignas(64) char packed[MAX_ROWS * MAX_WIDTH * 4];
   static quire_block_sums sums[MAX_ROWS * MAX_WIDTH / QUIRE_SUPER_BLOCK];
+  static int32_t halves[MAX_ROWS * MAX_WIDTH / 32];
   if (dtype == QUIRE_Q4_K || dtype == QUIRE_Q5_K) level->sum_blocks(&a, rows, sums);
+  if (dtype == QUIRE_Q6_K) level->sum_halves(&a, rows, halves);
   for (int row = 0; row < rows; row += per_call) {
-    t.block_sums = sums + row * (a.width / QUIRE_SUPER_BLOCK);
+    t.block_sums = sums + row * (a.width / QUIRE_SUPER_BLOCK), t.half_sums = halves + row * (a.width / 32);
     const quire_linear *linear = &level->linear[dtype][quire_row_class(rows)];
     t.a = from_row(a, input_dtype(dtype), row), t.c = (adds ? y : c) + row * t.ldc, t.factors = factors ? factors + row : NULL;
     if (linear->pack) {
