@@ -49,6 +49,9 @@ attack-http: $(BIN)/quire
 kill-servers: compiled
 	$(BIN)/python tests/fuzz/kill_servers.py $(KILL)
 
+kill-batches: compiled
+	$(BIN)/python tests/fuzz/kill_batches.py $(KILL)
+
 kill-at-shutdown: compiled
 	$(BIN)/python tests/fuzz/kill_at_shutdown.py $(KILL)
 
@@ -148,4 +151,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image

@@ -27,6 +27,8 @@ COMMANDS = {  # a function and a file have the same name, with _ for -
     "loadtest": "Put a server under load and report the latencies of its clients.\n\n"
     "Flags and result keys are those of `vllm bench serve`. Without an address, a server on the bundled model runs for "
     "the duration of the test.",
+    "run-batch": "Answer a file of requests, one JSON line each in OpenAI's format, with a model or by a server; a run "
+    "that was interrupted continues.",
     "perplexity": "Measure how well MODEL predicts the file TEXT, as llama.cpp's llama-perplexity does.",
     "plan": "Print the memory that serving a model takes, without loading it.",
     "pull": "Download a model by its name on a hub into the cache, or the files of it that have changed.",

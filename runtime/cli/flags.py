@@ -168,9 +168,11 @@ if TYPE_CHECKING:
     HostFlags: TypeAlias = Any
     InfoFlags: TypeAlias = Any
     ScoringFlags: TypeAlias = Any
+    BatchFlags: TypeAlias = Any
 else:
     MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_flags, (MEMORY, SCHEDULING, SERVER, LIMITS))
     MachineFlags = _flags(MACHINES)
     HostFlags = _flags(HOST, HOST_OPTIONS)
     InfoFlags = _flags(MEMORY, only=("embedding_model", "threads", "isa"))
     ScoringFlags = _flags(MEMORY, only=SCORING_OPTIONS)
+    BatchFlags = _flags(SERVER, only=("served_model_name", "in_process", "engine_processes"))

@@ -89,6 +89,13 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     await check_ports(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
+    async with open_engine(settings) as engine:
+        await _serve_until(stop, engine, settings)
+
+
+@asynccontextmanager
+async def open_engine(settings: Settings) -> AsyncIterator[Engine[Core]]:
+    """Run an engine with its texts. Raises ModelError or ConfigError."""
     _log.info("reading the tokenizer", model=settings.engine.model or "bundled demo")
     async with AsyncExitStack() as stack:
         core, (text_processor, encoder_texts) = await _together(
@@ -97,7 +104,7 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
         _warn_of_missing(settings, text_processor)
         engine = Engine(core, text_processor, encoder_texts)
         stack.callback(engine.end_texts)
-        await _serve_until(stop, engine, settings)
+        yield engine
 
 
 async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:

@@ -37,7 +37,38 @@ EMBEDDINGS = "tests/system/test_embeddings.py"
 PUBLISHED = "tests/system/test_published_fields.py"
 AGENTS = "tests/system/test_agent_bodies.py"
 
+LINES, LINE_FILES, BATCH_RUN = (f"runtime/server/batches/{name}.py" for name in ("lines", "line_files", "run"))
+BATCHES = "tests/runtime/server/batches tests/system/test_run_batch.py"
+
 MUTANTS = [
+    Mutant(
+        LINES,
+        'sha256(b"%d:%b" % (number, line.strip()))',
+        "sha256(line.strip())",
+        "two equal lines of a batch have one id, and one seed",
+        BATCHES,
+    ),
+    Mutant(
+        LINE_FILES,
+        "self._file.truncate(end)\n\n",
+        "pass\n\n",
+        "the answer that a kill cut stays in the output",
+        BATCHES,
+    ),
+    Mutant(
+        LINE_FILES,
+        "self.num_errors += is_error",
+        "pass",
+        "the progress of a batch counts no errors",
+        BATCHES,
+    ),
+    Mutant(
+        BATCH_RUN,
+        "len(self._pending) > MAX_HELD or",
+        "False or",
+        "a long line makes a batch hold the answers to all others",
+        BATCHES,
+    ),
     Mutant(
         CYCLE,
         "if number >= self._first",
@@ -1086,7 +1117,7 @@ MUTANTS = [
     ),
     Mutant(
         CYCLE,
-        "given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id",
+        "self.given_id or self.log_id",
         "self.log_id",
         "a client's id of a request is not in the answer",
         HTTP_API,

@@ -7,15 +7,17 @@ import secrets
 import string
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from ...common.errors import InvalidRequest
 from ...common.images import extract_images
 from ...common.prompts import PLACE, chat_messages, shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
-from ...engine.validator import check_num_images
+from ...engine.validator import MAX_PRIORITY, check_num_images
 from .errors import BadRequest
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -55,6 +57,12 @@ class Call:
     @property
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
+
+
+def as_batch_line(call: Call, name: str) -> Call:
+    """Return the call of a batch's line: in the lowest priority class, and with the line's `name` unless it is kept."""
+    requests = tuple(msgspec.structs.replace(each, priority=MAX_PRIORITY) for each in call.requests)
+    return replace(call, requests=requests, name=call.name if call.store else name)
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:

@@ -14,11 +14,19 @@ from .errors import HTTPAnswer
 from .request_cycle import RequestCycle
 
 
+class AnswerSource(NamedTuple):
+    """The parts of an answer that do not follow from its request."""
+
+    model: str
+    labels: tuple[str, ...]  # labels of a classifier
+    name: str  # name in the answer's id
+
+
 class EmbeddingCall(NamedTuple):
     """The fields of one HTTP request."""
 
     request: EmbedRequest
-    new_form: Callable[[str, tuple[str, ...]], EmbeddingForm]  # form of the answer, from the model's name and labels
+    new_form: Callable[[AnswerSource], EmbeddingForm]  # form of the answer
 
 
 class EmbeddingForm(Protocol):

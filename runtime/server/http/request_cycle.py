@@ -76,7 +76,9 @@ class RequestCycle:
         self._is_chunked = request.http_version != b"1.0"
         self.log_id = new_id()
         given = self.headers.get("x-request-id", b"")
-        self._request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id
+        self.given_id = given.decode() if _REQUEST_ID.fullmatch(given) else None
+        self._request_id = self.given_id or self.log_id
+        self.is_batch = False  # a line of a batch, which runs after all other requests
         self._has_begun_events = False
         self._num_events = 0
         self._numbers: EventNumbers | None = None  # None: the events have no numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
@@ -15,10 +16,11 @@ import msgspec
 from ...common.default_sampling import page_sampling
 from ...common.errors import QuireError, Unavailable
 from ...engine.facade import EngineInfo
+from ...engine.validator import MAX_PRIORITY
 from ..app_context import AppContext
 from ..http.answer_writers import BodyWriter, EventWriter
-from ..http.calls import Call
-from ..http.embedding import EmbeddingCall, answer_embedding
+from ..http.calls import Call, as_batch_line
+from ..http.embedding import AnswerSource, EmbeddingCall, answer_embedding
 from ..http.errors import STRUCTURED_OUTPUTS, DoorForm, HTTPAnswer
 from ..http.fields import Fields
 from ..http.json_body import BodyReader
@@ -164,6 +166,8 @@ class OpenAIDoor:
             cycle.field_names = {**endpoint.field_names, STRUCTURED_OUTPUTS: structure_field(fields.values.keys())}
             read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
             to_store, call = await self._reader.bodies.read(tenant.name, num_bytes, read)
+            if cycle.is_batch:
+                call = as_batch_line(call, cycle.given_id or call.name)
         try:
             if key is not None or call.store:
                 answer = self._kept.submit(cycle, endpoint, call, key, to_store if call.store else None)
@@ -193,16 +197,22 @@ class OpenAIDoor:
         with self._reader.reporting(cycle):
             self._reader.check_accepting()
             call = read_call(await self._reader.fields(cycle, known, "vectors"), tenant.name)
+            request = call.request
+            name = secrets.token_hex(16)
+            if cycle.is_batch:
+                request = msgspec.structs.replace(request, priority=MAX_PRIORITY)
+                name = cycle.given_id or name
         try:
-            live = context.requests.embed(tenant, cycle.number, call.request)
+            live = context.requests.embed(tenant, cycle.number, request)
         except QuireError as error:
             context.requests.log.refused(tenant.name, cycle.number, error.code, error.retry_after_ms)
             cycle.refuse(error, known)
             return
         encoder = context.engine.info.encoder
         labels = encoder.labels if encoder is not None else ()
-        answering = answer_embedding(cycle, live, call.new_form(self._models.encoder, labels))
-        del call  # the call holds the texts
+        form = call.new_form(AnswerSource(self._models.encoder, labels, name))
+        answering = answer_embedding(cycle, live, form)
+        del call, request  # the objects hold the texts
         if (failure := await answering) is not None:
             cycle.refuse(failure, known)
 

@@ -7,7 +7,6 @@ routes.
 from __future__ import annotations
 
 import base64
-import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ import msgspec
 
 from ...common.prompts import shown
 from ...engine.facade import EmbeddedTexts, EmbedRequest
-from ..http.embedding import EmbeddingCall
+from ..http.embedding import AnswerSource, EmbeddingCall
 from ..http.errors import BadRequest
 from ..http.fields import Fields
 from .fields import check_supported
@@ -63,7 +62,7 @@ def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
         options["prompt_name"] = fields.get("prompt_name", str, "")
     name, inputs = _named_inputs(fields)
     request = EmbedRequest(inputs=inputs, input_name=name, **options)
-    return EmbeddingCall(request, lambda model, _: _VectorForm(model, is_base64=encoding == "base64"))
+    return EmbeddingCall(request, lambda source: _VectorForm(source.model, is_base64=encoding == "base64"))
 
 
 def classify_call(fields: Fields, tenant: str) -> EmbeddingCall:
@@ -84,7 +83,7 @@ def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
     shows_documents = fields.get("return_documents", bool, True)
     return EmbeddingCall(
         EmbedRequest(inputs=documents, query=query, input_name="documents[{}]", **_options(fields, tenant)),
-        lambda model, _: _RankForm(model, top_n, documents if shows_documents else None),
+        lambda source: _RankForm(source, top_n, documents if shows_documents else None),
     )
 
 
@@ -107,7 +106,7 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
         query_name=query_name,
         **_options(fields, tenant),
     )
-    return EmbeddingCall(request, lambda model, _: _ScoreForm(model))
+    return EmbeddingCall(request, _ScoreForm)
 
 
 class _VectorForm:
@@ -138,8 +137,9 @@ class _Scores:
 
     advice = FEWER_TEXTS
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, source: AnswerSource) -> None:
+        self._model = source.model
+        self._name = source.name
         self._scores: list[float] = []
 
     def add(self, chunk: EmbeddedTexts) -> int:
@@ -150,8 +150,8 @@ class _Scores:
 class _RankForm(_Scores):
     """The documents by falling score; among equals, in their order."""
 
-    def __init__(self, model: str, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
-        super().__init__(model)
+    def __init__(self, source: AnswerSource, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
+        super().__init__(source)
         self._top_n = top_n
         self._documents = documents
 
@@ -164,7 +164,7 @@ class _RankForm(_Scores):
             | ({} if documents is None else {"document": {"text": documents[index]}})
             for index in order
         ]
-        body = {"id": _id("rerank"), "model": self._model, "results": results, "usage": _usage(prompt_tokens)}
+        body = {"id": f"rerank-{self._name}", "model": self._model, "results": results, "usage": _usage(prompt_tokens)}
         return msgspec.json.encode(body)
 
 
@@ -173,7 +173,13 @@ class _ScoreForm(_Scores):
 
     def whole(self, prompt_tokens: int) -> bytes:
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(self._scores)]
-        body = {"id": _id("score"), "object": "list", "created": int(time.time()), "model": self._model, "data": data}
+        body = {
+            "id": f"score-{self._name}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._model,
+            "data": data,
+        }
         return msgspec.json.encode({**body, "usage": _usage(prompt_tokens)})
 
 
@@ -182,9 +188,10 @@ class _LabelForm:
 
     advice = FEWER_TEXTS
 
-    def __init__(self, model: str, labels: tuple[str, ...]) -> None:
-        self._model = model
-        self._labels = labels
+    def __init__(self, source: AnswerSource) -> None:
+        self._model = source.model
+        self._labels = source.labels
+        self._name = source.name
         self._pieces: list[bytes] = []
 
     def add(self, chunk: EmbeddedTexts) -> int:
@@ -197,17 +204,13 @@ class _LabelForm:
         return num_bytes
 
     def whole(self, prompt_tokens: int) -> bytes:
-        body = {"id": _id("classify"), "object": "list", "created": int(time.time()), "model": self._model}
+        body = {"id": f"classify-{self._name}", "object": "list", "created": int(time.time()), "model": self._model}
         body |= {"data": [msgspec.Raw(piece) for piece in self._pieces], "usage": _usage(prompt_tokens)}
         return msgspec.json.encode(body)
 
 
 def _usage(prompt_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-
-
-def _id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(16)}"
 
 
 def _options(fields: Fields, tenant: str) -> dict[str, Any]:
