@@ -30,6 +30,7 @@ class Alternative:
     weights: str  # weights in messages: "q8", or for a mixture "q4_k, q6_k"
     capacity: Capacity  # capacity of a pool of any size
     num_pages: int
+    state_bytes: int  # states of sequences and of the prefix cache, as planned
 
     @property
     def weights_bytes(self) -> int:
@@ -37,12 +38,14 @@ class Alternative:
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of the pool."""
+        """The bytes of the pool's pages."""
         return self.num_pages * self.capacity.layout.page_bytes
 
     def sequences(self, length: int) -> int:
-        """Return the number of sequences of `length` tokens that the pool holds at once."""
-        return self.num_pages // self.capacity.layout.pages_for(length)
+        """Return the number of sequences of `length` tokens that the memory of pages and states holds at once."""
+        layout = self.capacity.layout
+        sequence_bytes = layout.pages_for(length) * layout.page_bytes + self.capacity.state_layout.nbytes
+        return (self.kv_bytes + self.state_bytes) // sequence_bytes
 
     def predict(self, spec: DecoderSpec, roofline: Roofline, shapes: Sequence[Shape]) -> list[Speed | None]:
         """Return the speed of each shape; None if its users do not all run at once."""
@@ -74,12 +77,14 @@ def alternatives(config: EngineConfig, spec: DecoderSpec, capacity: Capacity) ->
 
 
 def _alternative(config: EngineConfig, spec: DecoderSpec, capacity: Capacity, planned: Capacity) -> Alternative:
-    others = capacity.memory.total_bytes - capacity.memory.kv_bytes
+    memory = capacity.memory
+    others = memory.total_bytes - memory.kv_bytes - memory.state_bytes + planned.memory.state_bytes
     return Alternative(
         config=config,
         weights=weights_text(spec, config.weights),
         capacity=capacity,
         num_pages=max(0, capacity.layout.pages_in(planned.memory.total_bytes - others)),
+        state_bytes=planned.memory.state_bytes,
     )
 
 

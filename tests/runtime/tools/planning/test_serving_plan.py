@@ -74,6 +74,18 @@ def test_each_alternative_fits_the_memory_that_is_planned(model: Path) -> None:
         assert total - chosen.layout.page_bytes < chosen.memory.total_bytes <= total
 
 
+def test_each_sequence_of_a_model_with_states_takes_one() -> None:
+    """Pages and states divide one memory, whose size does not depend on the types. All have the planned states."""
+    plan = planned(model=GOLDENS / "qwen3_5", kv_cache_memory=4 << 20, max_num_seqs=8, weights="bf16")
+    assert plan.capacity.memory.state_bytes == 21 * 68_864
+    for each, page_bytes in zip(plan.alternatives, (12_288, 6_720) * 3, strict=True):
+        assert each.capacity.layout.page_bytes == page_bytes
+        in_all = each.num_pages * page_bytes + 21 * 68_864
+        assert each.sequences(65) == in_all // (3 * page_bytes + 68_864)
+    assert plan.alternatives[0].num_pages == plan.capacity.num_pages
+    assert plan.alternatives[1].num_pages > plan.capacity.num_pages
+
+
 def test_smaller_types_hold_more_sequences() -> None:
     bf16, int8, *_, q4_int8 = planned(weights="bf16", kv_cache_memory=2 * GIB).alternatives
     assert bf16.sequences(1024) == 2 * GIB // (1024 * 114_688)
