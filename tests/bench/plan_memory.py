@@ -41,7 +41,7 @@ from tests.support.random_models import write_random_model, write_random_tensors
 WIDER = 16
 SCALED = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("mamba_n_heads", "mamba_d_ssm"),
+    *("mamba_n_heads", "mamba_d_ssm", "mamba_num_heads", "linear_num_key_heads", "linear_num_value_heads"),
 )
 VOCABULARY = 16_000
 KV_CACHE_MEMORY = 192 << 20
