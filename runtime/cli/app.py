@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 COMMANDS = {  # a function and a file have the same name, with _ for -
     "serve": "Serve a model until interrupted.",
     "engine-host": "Offer the engine processes of this machine to API servers (`quire serve --engine-hosts`).",
+    "run": "Print the answer of a model to PROMPT; without PROMPT, chat in the terminal.",
+    "chat": "Chat with a model in the terminal, or line by line in a pipe.",
     "generate": "Continue PROMPT in this process and print the text as it is generated.",
     "demo": "Start a server on the bundled models, stream from it as several users, search the documentation, print "
     "what each user saw, and stop.",
@@ -92,6 +94,7 @@ app = App(
     help_formatter=_HelpFormatter(),
     help_format="plaintext",  # "plaintext": with other formats, every help text imports a markdown parser
 )
+app.register_install_completion_command(help="Install the completion of commands and flags for this shell.")
 for _name, _help in COMMANDS.items():
     _function = _name.replace("-", "_")
     app.command(f"quire.runtime.cli.{_function}:{_function}", name=_name, help=_help)

@@ -19,6 +19,7 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError, ModelNotFound
 from ..common.types import SAMPLING_OPTIONS, CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest, has_tokenizer
+from ..hub import parse_reference
 from ..model import model_path
 from ..model.config_json import CONFIG_FILE
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
@@ -55,7 +56,7 @@ def generate(
     path = model_path(config.model)
     if not has_tokenizer(path):  # checked before the model is loaded
         raise ModelNotFound(f"{path} has no tokenizer.json, which a prompt of text needs; copy the model's file there")
-    usage = asyncio.run(_generate(config, _standard_input() if prompt == "-" else prompt, params))
+    usage = asyncio.run(_generate(config, standard_input() if prompt == "-" else prompt, params))
     seconds = (usage.prefill_ms + usage.decode_ms) / 1000
     print(
         f"\n\n[{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated in {seconds:.2f} s, "
@@ -66,14 +67,19 @@ def generate(
 
 def _only_argument(text: str | None) -> str:
     """Return the only argument, which is the prompt. Raises ConfigError if there is none, or if it is a model."""
-    if text is None or text.endswith(".gguf") or os.path.isfile(os.path.join(text, CONFIG_FILE)):
+    if (
+        text is None
+        or text.endswith(".gguf")
+        or parse_reference(text)
+        or os.path.isfile(os.path.join(text, CONFIG_FILE))
+    ):
         raise ConfigError(
             "PROMPT is missing; write `quire generate MODEL PROMPT`, or PROMPT alone for the bundled model"
         )
     return text
 
 
-def _standard_input() -> str:
+def standard_input() -> str:
     """Return the text on standard input without the newline that ends it. Raises ConfigError."""
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")

@@ -37,10 +37,13 @@ class LocalServer:
 
 
 @contextlib.asynccontextmanager
-async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
-    """Run a server on the bundled model, with `flags` and without QUIRE_* variables.
+async def local_server(
+    *flags: str, start_timeout_s: float = START_TIMEOUT_S, own_group: bool = False
+) -> AsyncIterator[LocalServer]:
+    """Run a server on the bundled model, or with `flags`, and without QUIRE_* variables.
 
-    Raises Unavailable with the server's error if it does not start.
+    Raises Unavailable with the server's error if it does not start. With `own_group`, Ctrl-C on the terminal does not
+    reach the server.
 
     SIGTERM cancels the calling task and then exits with `TERMINATED`; only the main thread can handle signals.
     """
@@ -59,12 +62,14 @@ async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *QUIET_FLAGS, *flags),
+            stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
+            process_group=0 if own_group else None,
             env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
         )
         try:
-            line = await _ready_line(process)
+            line = await _ready_line(process, start_timeout_s)
             found = re.search(r"clients (\S+)\s+metrics (\S+)\s+api (\S+)", line)
             if found is None:
                 raise Unavailable(f"the server did not start: {_last_line(errors)}")
@@ -79,11 +84,11 @@ async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
                 loop.remove_signal_handler(signal.SIGTERM)
 
 
-async def _ready_line(process: asyncio.subprocess.Process) -> str:
+async def _ready_line(process: asyncio.subprocess.Process, timeout_s: float) -> str:
     """Return the ready line, empty if the process ended or printed nothing in time."""
     assert process.stdout is not None, "stdout is a pipe"
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return (await process.stdout.readline()).decode().strip()
     except TimeoutError:
         return ""
@@ -92,7 +97,7 @@ async def _ready_line(process: asyncio.subprocess.Process) -> str:
 def _last_line(errors: IO[bytes]) -> str:
     """Return the last line that the server wrote to standard error."""
     errors.seek(0)
-    lines = errors.read().decode(errors="replace").splitlines() or [f"it was not ready after {START_TIMEOUT_S} s"]
+    lines = errors.read().decode(errors="replace").splitlines() or ["it was not ready in time"]
     return lines[-1].removeprefix("quire: ")
 
 

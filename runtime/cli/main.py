@@ -36,8 +36,6 @@ FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> flags here
 }
 
 COMMANDS_ELSEWHERE = {  # a command of other servers -> the command here
-    "run": "`quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
-    "chat": "`quire serve MODEL` has a page for chats, at its HTTP port",
     "ls": "`quire list` lists the models that are downloaded, `quire models` what is supported",
     "download": "`quire pull ORGANIZATION/NAME` downloads a model",
     "ps": "the status page of `quire serve`, at its operator port, shows what runs",

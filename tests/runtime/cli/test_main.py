@@ -122,11 +122,6 @@ def test_an_interrupt_of_a_command_exits_with_130(
         (["serve", "--batch-size", "9"], "unknown option --batch-size; see `quire serve --help`"),
         (["srve"], "unknown command 'srve'; did you mean 'serve'?"),
         (["fly"], "unknown command 'fly'; see `quire --help`"),
-        (
-            ["run", "a", "--verbose"],
-            "unknown command 'run'; `quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
-        ),
-        (["chat"], "unknown command 'chat'; `quire serve MODEL` has a page for chats, at its HTTP port"),
         (["download", "a/b"], "unknown command 'download'; `quire pull ORGANIZATION/NAME` downloads a model"),
         (
             ["ls"],
