@@ -81,6 +81,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         _server("File that keeps the prefix cache across restarts.", unit="file", default="the cache is not kept"),
     ] = None
+    batch_folder: Annotated[
+        str | None,
+        _server("Folder that keeps the files and batches of the HTTP API.", unit="folder", default="no batches"),
+    ] = None
     shutdown_timeout: Annotated[
         Seconds, _server("Time that running requests have to finish after SIGTERM.", unit="seconds")
     ] = 30.0
@@ -191,6 +195,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             unit="bytes",
         ),
     ] = 128 << 20
+    max_batch_bytes: Annotated[Count, _limit("Files of batches that each tenant may keep, on disk.", unit="bytes")] = (
+        1 << 30
+    )
+    batch_window_ms: Annotated[Count, _limit("Time that files of batches, and ended batches, are kept.", unit="ms")] = (
+        30 * 24 * 3_600_000
+    )
     stall_timeout_ms: Annotated[
         Count,
         _limit("Time without a finished step after which /readyz fails and the engine is restarted.", unit="ms"),

@@ -24,6 +24,7 @@ from ..net.tls import TLS
 from .anthropic import AnthropicDoor
 from .app_context import AppContext
 from .http import BodyReader, HTTPConnection, HTTPRouter, plain_answer
+from .http.router import Door
 from .memory_limits import MemoryLimits
 from .monitoring import (
     ClientLoad,
@@ -36,6 +37,7 @@ from .monitoring import (
 )
 from .msgpack.connection import Connection
 from .openai import OpenAIDoor
+from .openai.batch_door import BatchDoor, open_batches
 from .requests.live_requests import LiveRequests
 from .requests.resume import ReplayStore
 from .tenancy.auth import Keyring
@@ -114,7 +116,12 @@ class Server:
                 opening.callback(bodies.close)
                 metrics = operators if config.openai_metrics else None
                 openai = OpenAIDoor(context, readiness, model, bodies, metrics)
-                router = HTTPRouter(context, [openai, AnthropicDoor(context, model, bodies)])
+                doors: list[Door] = [openai, AnthropicDoor(context, model, bodies)]
+                if config.batch_folder is not None:
+                    worker = await open_batches(context, openai, Path(config.batch_folder))
+                    opening.push_async_callback(worker.close)
+                    doors.append(BatchDoor(worker, bodies))
+                router = HTTPRouter(context, doors)
                 self._serve_clients(
                     openai_listening,
                     lambda each: HTTPConnection(each, context, router),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -98,6 +98,18 @@ class RequestCycle:
         self._begin(answer.status, [("content-type", answer.media_type), size, *answer.headers.items()])
         if self.method != "HEAD":
             self._send(h11.Data(data=answer.content))
+        self._send(h11.EndOfMessage())
+        self.is_over = True
+
+    async def respond_pieces(self, media_type: str, num_bytes: int, pieces: Iterator[bytes]) -> None:
+        """Send a long answer in pieces, as fast as the client reads."""
+        self._begin(200, [("content-type", media_type), ("content-length", str(num_bytes))])
+        if self.method != "HEAD":
+            for piece in pieces:
+                await self.send_buffer.wait_until_short()
+                if self.is_over:
+                    return
+                self._send(h11.Data(data=piece))
         self._send(h11.EndOfMessage())
         self.is_over = True
 

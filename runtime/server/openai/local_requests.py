@@ -99,12 +99,16 @@ class LocalRequests:
         cycle.body = line.body
         cycle.is_batch = True
         buffer.join(self._context.unsent.of(tenant.name))
+        answering = asyncio.create_task(self._router.answer(cycle, self._door.paths[line.url]["POST"]))
         try:
-            await self._router.answer(cycle, self._door.paths[line.url]["POST"])
+            await asyncio.shield(answering)
             while buffer.unsent_bytes:  # noqa: ASYNC110 - the next turn of the loop writes the bytes
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             cycle.leave("client")
+            if not cycle.cancels:
+                answering.cancel()
+            await asyncio.wait({answering})
             raise
         finally:
             buffer.close()

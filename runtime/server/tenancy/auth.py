@@ -103,6 +103,11 @@ class Keyring:
             raise Unauthenticated("the token is not valid")
         return found
 
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the tenant with a name; None if no key is its."""
+        known = [*self._keys.values(), *([self._default_tenant] if self._default_tenant is not None else [])]
+        return next((each for each in known if each.name == name), None)
+
     def check_permissions(self) -> None:
         """Log a warning if other users can read or change the file."""
         mode = 0 if self._path is None else self._path.stat().st_mode
