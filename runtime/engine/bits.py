@@ -16,6 +16,7 @@ from ..model import model_path, read_spec, weights_text
 from ..model.encoder import is_encoder, read_encoder
 from ..model.rope import uses_long_factors
 from ..model.runner import ModelRunner
+from ..model.spec import DecoderSpec
 from ..model.weights.packing import Q8_FORM
 
 
@@ -47,8 +48,12 @@ def models_digest(config: EngineConfig) -> str:
         paths.append(model_path(config.embedding_model))
     digest = hashlib.sha256()
     for path in paths:
+        spec = read_encoder(path) if is_encoder(path) else read_spec(path)
         # Quantized tensors are read from the files of the weights.
-        spec = read_encoder(path) if is_encoder(path) else dataclasses.replace(read_spec(path), quantized={})
+        if isinstance(spec, DecoderSpec):
+            spec = dataclasses.replace(spec, quantized={})
+        elif isinstance(spec.body, DecoderSpec):
+            spec = dataclasses.replace(spec, body=dataclasses.replace(spec.body, quantized={}))
         digest.update(repr(spec).encode())
     return digest.hexdigest()[:16]
 

@@ -13,6 +13,7 @@ from ....scheduler import EncodedText
 from ...common.errors import InvalidRequest, UnsupportedModel
 from ...model.config_json import ConfigTable
 from ...model.encoder import BertSpec, EncoderSpec
+from ...model.files import is_gguf
 from ..text.chat import ChatTemplate
 from ..text.text_files import read_json
 from ..text.tokenizer import Tokenizer
@@ -47,7 +48,8 @@ class EncoderText:
     """
 
     def __init__(self, path: str | Path, spec: EncoderSpec) -> None:
-        config = ConfigTable(read_json(Path(path) / TOKENIZER_CONFIG), source=TOKENIZER_CONFIG)
+        settings = {} if is_gguf(path) else read_json(Path(path) / TOKENIZER_CONFIG)
+        config = ConfigTable(settings, source=TOKENIZER_CONFIG)
         self.tokenizer = Tokenizer(path, lambda fast: _adapt(fast, config, spec))
         self._spec = spec
         self._has_types = isinstance(spec.body, BertSpec) and spec.body.num_types > 1 and _takes_types(config, spec)

@@ -9,13 +9,15 @@ from ...common.errors import UnsupportedModel
 from ..config_json import CONFIG_FILE, MAX_VOCAB, MAX_WIDTH, ConfigTable, read_config
 from ..families.family import Family
 from ..families.gemma3 import GEMMA3
-from ..families.registry import FAMILIES
+from ..families.registry import FAMILIES, open_model
 from ..files import is_gguf
 from ..spec import DecoderSpec
+from ..weights import Checkpoint
 from ..weights.tensors import check_built
 from .bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .distilbert import DISTILBERT
 from .family import EncoderFamily
+from .gguf import is_gguf_encoder, read_gguf_encoder
 from .gte import GTE, SNOWFLAKE_GTE
 from .modernbert import MODERNBERT
 from .mpnet import MPNET
@@ -29,7 +31,7 @@ from .sentence_transformers import (
     read_prompts,
     read_score_activation,
 )
-from .spec import ANSWER, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection
+from .spec import ANSWER, CANNOT_POOL, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection, cannot_pool
 from .tensors import EncoderTensors
 from .transformer_module import Task, read_transformer_settings
 from .weights import build_encoder_weights
@@ -49,14 +51,16 @@ def is_encoder(path: str | Path) -> bool:
     A model does if it is an encoder, has a classification head or comes with sentence-transformers' modules.
     """
     if is_gguf(path):
-        return False
+        return is_gguf_encoder(path)
     name = _architecture(read_config(path))
     is_known = name in _by_architecture() or _decoder(name) is not None
     return is_known or name.endswith(CLASSIFIER) or has_modules(Path(path))
 
 
 def read_encoder(path: str | Path) -> EncoderSpec:
-    """Read config.json and the files of sentence-transformers; no tensor. Raises ModelError."""
+    """Read the settings of a folder or GGUF file; no tensor. Raises ModelError."""
+    if is_gguf(path):
+        return read_gguf_encoder(path)
     folder = Path(path)
     config = read_config(path)
     body, family = _body(config)
@@ -89,10 +93,10 @@ def read_encoder(path: str | Path) -> EncoderSpec:
     )
 
 
-def open_encoder(path: str | Path) -> tuple[EncoderSpec, EncoderTensors]:
-    """Return the spec and the tensors of a folder, all checked and none read. Raises ModelError."""
+def open_encoder(path: str | Path) -> tuple[EncoderSpec, Checkpoint]:
+    """Return the spec and the tensors of a folder or file, all checked and none read. Raises ModelError."""
     spec = read_encoder(path)
-    tensors = EncoderTensors(Path(path), spec)
+    tensors: Checkpoint = open_model(path)[1] if is_gguf(path) else EncoderTensors(Path(path), spec)
     check_built(lambda factory: build_encoder_weights(spec, "f32", factory), tensors)
     return spec, tensors
 
@@ -136,14 +140,8 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; it must be one of {', '.join(known)}, or that of a decoder"
         )
     spec = _bidirectional(config, family) if config.flag(BIDIRECTIONAL, False) else family.read(config)
-    special = spec.sinks or spec.attention_softcap or spec.qk_norm_rows or spec.gated_heads or spec.query_scales
-    special = special or (spec.qk_norm and spec.qk_norm_kind != "rms")
-    if special or spec.convolutions or spec.delta or spec.mamba:
-        raise UnsupportedModel(
-            f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
-            "sinks, no soft cap of scores, no norm over all heads together, no LayerNorm of heads, no norm of heads "
-            "after their rotation, no scales of queries, no gates of heads and no layers with states"
-        )
+    if cannot_pool(spec):
+        raise UnsupportedModel(f"{CONFIG_FILE}: architectures[0] is {name:.80}; {CANNOT_POOL}")
     return spec, family
 
 

@@ -140,3 +140,17 @@ class EncoderSpec:
     def dimensions(self) -> int:
         """Columns of the result: elements of a vector, or labels."""
         return self.projections[-1].out_features if self.projections else self.hidden_size
+
+
+CANNOT_POOL = (
+    "a decoder that makes vectors must have no attention sinks, no soft cap of scores, no norm over all heads "
+    "together, no LayerNorm of heads, no norm of heads after their rotation, no scales of queries, no gates of heads, "
+    "no latent attention, no layers that differ in their heads and no layers with states"
+)
+
+
+def cannot_pool(spec: DecoderSpec) -> bool:
+    """Return whether a decoder has parts that attention without pages does not compute."""
+    in_heads = (spec.sinks, spec.attention_softcap, spec.qk_norm_rows, spec.gated_heads, spec.query_scales)
+    other_heads = (spec.qk_norm and spec.qk_norm_kind != "rms", spec.kv_heads, spec.latent)
+    return any((*in_heads, *other_heads, spec.convolutions, spec.delta, spec.mamba))
