@@ -22,8 +22,8 @@ PageSize = Literal[16, 32, 64]
 TuneMode = Literal["off", "auto", "full"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "hermes_list", "qwen3_coder", "seed_oss", "glm45", "gemma4", "hunyuan_a13b",
-    "llama3_json", "mistral", "mistral_list", "phi4_mini_json", "deepseek_v3", "deepseek_v31", "granite",
-    "nemotron_json", "lfm2", "olmo3", "openai",
+    "cohere_command3", "llama3_json", "mistral", "mistral_list", "phi4_mini_json", "deepseek_v3", "deepseek_v31",
+    "granite", "nemotron_json", "lfm2", "olmo3", "openai",
 ]  # fmt: skip
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 

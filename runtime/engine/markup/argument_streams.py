@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from ...common.errors import InvalidRequest
 from ..json_schema.references import IN_PLACE, check_references, referred
-from .markup import CallSyntax
+from .markup import ID, CallSyntax
 
 SPACE = " \t\r\n"
 
@@ -32,6 +32,8 @@ ValueForm = Literal["text", "mixed", "json"]
 
 _OUTSIDE_TEXT = re.compile(r'["{}\[\]]')
 _WITHIN_TEXT = re.compile(r'["\\]')
+_ID = re.compile(f"({ID})")
+_NUMBER = re.compile("[0-9]+")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)  # characters after a backslash
 
 
@@ -304,9 +306,16 @@ def match_literal(literal: str, text: str) -> int | None:
     for index, part in enumerate(literal.split(" ")):
         if index:
             at = len(text) - len(text[at:].lstrip(SPACE))
-        if not text.startswith(part, at):
-            return None if part.startswith(text[at:]) else -1
-        at += len(part)
+        for piece in _ID.split(part):
+            if piece == ID:
+                number = _NUMBER.match(text, at)
+                if number is None or number.end() == len(text):
+                    return -1 if number is None and at < len(text) else None
+                at = number.end()
+                continue
+            if not text.startswith(piece, at):
+                return None if piece.startswith(text[at:]) else -1
+            at += len(piece)
     return at
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .literal_arguments import gemma_arguments, python_arguments
-from .markup import MARK, CallSyntax
+from .markup import ID, MARK, CallSyntax
 
 FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model with an unknown one
 EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
@@ -28,7 +28,10 @@ _NONE = re.compile("(?<![:,;]) ")
 def calls_text(syntax: CallSyntax, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Return calls, names with arguments, in the model's syntax."""
     values = [(name, _arguments(syntax, arguments)) for name, arguments in calls]
-    literals = [f"{syntax.open}{NAME}{syntax.middle}{ARGUMENTS * bool(text)}{syntax.close}" for _, text in values]
+    literals = [
+        f"{syntax.open}{NAME}{syntax.middle}{ARGUMENTS * bool(text)}{syntax.close}".replace(ID, f"{number}")
+        for number, (_, text) in enumerate(values)
+    ]
     begin = "" if syntax.bare and len(calls) == 1 else syntax.begin
     literal = f"{begin}{syntax.separator.join(literals)}{syntax.end}".replace(MARK, "")
     literal = _AFTER_SIGNS.sub(r"\1 ", re.sub(" +", " ", literal))

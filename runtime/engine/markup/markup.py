@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 MARK = "\ufdd0"  # a noncharacter, which grammars exclude from texts
+ID = "\ufdd1"  # the place of a call's number in a literal
 
 ArgumentsForm = Literal["json", "parameters", "python", "assignments", "gemma"]  # assignments: NAME=JSON, NAME=JSON
 
@@ -95,6 +96,7 @@ THINK = Reasoning("<think>", "</think>")
 BRACKETS = Reasoning("[THINK]", "[/THINK]")
 SEED_THINK = Reasoning("<seed:think>", "</seed:think>")
 THOUGHT = Reasoning("<|channel>thought", "<channel|>")
+COMMAND_THINKING = Reasoning("<|START_THINKING|>", "<|END_THINKING|>")
 
 _NAME_FIRST = ' { "name" : "'
 _ARGUMENTS = '" , "arguments" : '
@@ -140,6 +142,16 @@ KNOWN_MARKUPS: dict[str, Markup] = {
         )
     ),
     "gemma4": Markup(calls=CallSyntax("<|tool_call>call:", "{", "}<tool_call|>", arguments="gemma", quote='<|"|>')),
+    "cohere_command3": Markup(
+        calls=CallSyntax(
+            f' {{ "tool_call_id" : "{ID}" , "tool_name" : "',
+            '" , "parameters" : ',
+            " }",
+            begin="<|START_ACTION|> [",
+            separator=" ,",
+            end=" ] <|END_ACTION|>",
+        )
+    ),
     "hunyuan_a13b": Markup(
         calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="<tool_calls> [", separator=" ,", end=" ] </tool_calls>")
     ),

@@ -17,7 +17,7 @@ from ..json_schema.schema import library_options
 from .argument_streams import parameters_schema, text_values, value_form
 from .literal_arguments import NOTATIONS, Notation, gemma_literal
 from .literal_values import LiteralForms, LiteralValues, python_forms
-from .markup import MARK, CallSyntax, Markup
+from .markup import ID, MARK, CallSyntax, Markup
 
 CallsNeeded = Literal["none", "auto", "required"]
 
@@ -227,9 +227,10 @@ class MarkupGrammar:
         return " ws? ".join(map(self._exactly, literal.split(" ")))
 
     def _exactly(self, text: str) -> str:
-        """Return a text as tokens and texts."""
+        """Return a text as tokens and texts, with a terminal in the place of a call's number."""
         pieces = self._split.split(text) if self._special else [text]
-        return " ".join(self._token(each) for each in pieces if each)
+        parts = [part for piece in pieces for part in re.split(f"({ID})", piece) if part]
+        return " ".join("/[0-9]{1,3}/" if part == ID else self._token(part) for part in parts)
 
     def _token(self, text: str) -> str:
         return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from .markup import BRACKETS, KNOWN_MARKUPS, SEED_THINK, THINK, THOUGHT, CallSyntax, Markup, Reasoning
+from .markup import BRACKETS, COMMAND_THINKING, KNOWN_MARKUPS, SEED_THINK, THINK, THOUGHT, CallSyntax, Markup, Reasoning
 
 # Texts in the chat template of each family; the first family with all of them is the model's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -29,6 +29,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hermes_list", ("<tool_call>\\n[",)),  # the line break as an escape in a text of the template
     ("hermes", ("<tool_call>",)),
     ("hunyuan_a13b", ("<tool_calls>[",)),
+    ("cohere_command3", ("<|START_ACTION|>", '"tool_name"')),
     ("granite", ("<|start_of_role|>", "<|tool_call|>")),
     ("phi4_mini_json", ("<|tool_call|>",)),
     ("phi4_mini_json", ("<|tool|>",)),
@@ -76,7 +77,11 @@ def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
     family = KNOWN_MARKUPS.get(name, Markup())
     if family.channels:
         return family
-    found = [each for each in (THINK, BRACKETS, SEED_THINK, THOUGHT) if each.close in template or each.close in tokens]
+    found = [
+        each
+        for each in (THINK, BRACKETS, SEED_THINK, THOUGHT, COMMAND_THINKING)
+        if each.close in template or each.close in tokens
+    ]
     return replace(family, reasoning=found[0] if found else None)
 
 

@@ -13,6 +13,7 @@ import pytest
 from quire.runtime.engine.markup.markup import (
     BRACKETS,
     CHANNEL_TOKENS,
+    COMMAND_THINKING,
     KNOWN_MARKUPS,
     MARK,
     SEED_THINK,
@@ -130,6 +131,19 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         KNOWN_MARKUPS["hunyuan_a13b"],
         f'<tool_calls>[{{"name": "weather", "arguments": {CALL}}}, {{"name": "time", "arguments": {{}}}}]</tool_calls>',
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        replace(KNOWN_MARKUPS["cohere_command3"], reasoning=COMMAND_THINKING),
+        "<|START_THINKING|>So.<|END_THINKING|><|START_ACTION|>[\n"
+        f'    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {CALL}}},\n'
+        '    {"tool_call_id": "12", "tool_name": "time", "parameters": {}}\n]<|END_ACTION|>',
+        [
+            ("reasoning", "So."),
+            ("call", "weather"),
+            ("arguments", CALL),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
     ),
     (  # the id of Mistral Small 3.2
         KNOWN_MARKUPS["mistral"],
@@ -264,6 +278,7 @@ SAMPLES.append(
 SPECIAL = (
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"),
     *("[CALL_ID]", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>', "<arg_key>", "</arg_key>"),
+    *("<|START_ACTION|>", "<|END_ACTION|>", "<|END_THINKING|>"),
     *CHANNEL_TOKENS,
 )
 MARKERS = (
@@ -323,7 +338,7 @@ BOTH = [
 def test_every_family_has_a_sample() -> None:
     sampled = [(markup.calls, markup.channels) for markup, _, _ in SAMPLES]
     assert all((family.calls, family.channels) in sampled for family in KNOWN_MARKUPS.values())
-    assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS, SEED_THINK, THOUGHT}
+    assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS, SEED_THINK, THOUGHT, COMMAND_THINKING}
 
 
 @pytest.mark.parametrize(("markup", "text", "expected"), BOTH)

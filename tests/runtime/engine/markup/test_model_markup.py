@@ -12,6 +12,7 @@ import pytest
 from quire.runtime.engine import TextProcessor
 from quire.runtime.engine.markup.markup import (
     BRACKETS,
+    COMMAND_THINKING,
     KNOWN_MARKUPS,
     MARK,
     SEED_THINK,
@@ -44,6 +45,7 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
         ("<seed:tool_call>\\n<function=", "seed_oss"),
         ("'<|tool_call>call:' + name + '{'", "gemma4"),
         ("<tool_calls>[", "hunyuan_a13b"),
+        ('<|START_ACTION|>[ {"tool_call_id": "0", "tool_name": "', "cohere_command3"),
         ('in this format:\n<tool_call>\n[\n  {"name": "f", "arguments": {}}\n]\n</tool_call>', "hermes_list"),
         ("{{- 'in this format:\\n<tool_call>\\n[\\n  {}\\n]\\n</tool_call>' }}", "hermes_list"),
         ('<|start_header_id|>{"name": function name, "parameters": …}', "llama3_json"),
@@ -73,7 +75,10 @@ def test_the_chat_template_says_which_family_it_is(template: str, expected: str 
     )
 
 
-@pytest.mark.parametrize(("sign", "reasoning"), [("<channel|>", THOUGHT), ("</seed:think>", SEED_THINK)])
+@pytest.mark.parametrize(
+    ("sign", "reasoning"),
+    [("<channel|>", THOUGHT), ("</seed:think>", SEED_THINK), ("<|END_THINKING|>", COMMAND_THINKING)],
+)
 def test_the_chat_template_says_where_reasoning_ends(sign: str, reasoning: Reasoning) -> None:
     assert find_markup("auto", f"plain {sign}", {}) == Markup(reasoning)
 

@@ -24,6 +24,7 @@ DEEPSEEK = KNOWN_MARKUPS["deepseek_v31"].calls or CallSyntax("", "", "")
 SPECIAL = (
     *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"),
     *("[CALL_ID]", "<|tool_call>", "<tool_call|>", '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|START_ACTION|>", "<|END_ACTION|>"),
     *CHANNEL_TOKENS,
 )
 PIECES = (

@@ -377,6 +377,11 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"city": "Rome"}), ("g", {})]
             '<tool_calls>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]</tool_calls>',
         ),
         (
+            "cohere_command3",
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"city": "Rome"}}, '
+            '{"tool_call_id": "1", "tool_name": "g", "parameters": {}}]<|END_ACTION|>',
+        ),
+        (
             "llama3_json",
             '<|python_tag|>{"name": "f", "parameters": {"city": "Rome"}}; {"name": "g", "parameters": {}}',
         ),

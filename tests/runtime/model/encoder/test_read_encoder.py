@@ -480,7 +480,7 @@ def test_a_head_without_the_answers_rows(encoder_folder: Copy, rows: int) -> Non
     "name",
     [
         "gemma2", "gpt_oss", "lfm2", "olmo2", "granite_hybrid", "falcon_h1", "qwen3_next", "cohere", "hunyuan_v1_dense",
-        "ministral3",
+        "ministral3", "gemma4", "deepseek_v3",
     ],
 )  # fmt: skip
 def test_decoders_whose_attention_has_more_are_refused(name: str, decoder_with_modules: Callable[[str], Path]) -> None:
