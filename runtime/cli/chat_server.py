@@ -22,8 +22,8 @@ from .model_files import with_model_files
 
 DEFAULT_URL = f"http://127.0.0.1:{ServerConfig().openai_port}/v1"
 PROBE_TIMEOUT_S = 1
-LOAD_TIMEOUT_S = 3600  # of a large model on a slow disk
-SEQUENCES = 2  # that the own server runs at the same time: memory for one user
+LOAD_TIMEOUT_S = 3600  # a large model on a slow disk
+SEQUENCES = 2  # sequences of the own server, which has one user
 
 
 @contextmanager

@@ -313,7 +313,7 @@ def test_a_url_is_used_or_refused(api: ScriptedAPI, capsys: pytest.CaptureFixtur
 def test_without_a_server_the_command_starts_its_own(
     api: ScriptedAPI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.cards = {"data": [{"id": "demo_model"}]}  # of another program, which has the port
+    api.cards = {"data": [{"id": "demo_model"}]}  # Another program has the port.
     monkeypatch.setattr(chat_server, "DEFAULT_URL", api.url)
     monkeypatch.setenv("QUIRE_TUNE", "off")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/set max_tokens 5\n/set temperature 0\nHi\n/bye\n")))
