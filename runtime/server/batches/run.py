@@ -55,7 +55,9 @@ class OrderedRun:
         try:
             for number, line in lines:
                 await self._slots.enter()
-                self._pending.append(asyncio.create_task(self._answer(number, line)))
+                task = asyncio.create_task(self._answer(number, line))
+                task.add_done_callback(self._leave)  # also if it is cancelled before it begins
+                self._pending.append(task)
                 self._write_ready()
                 while len(self._pending) > MAX_HELD or self._held_bytes > MAX_HELD_BYTES:
                     await self._write_next()
@@ -70,17 +72,17 @@ class OrderedRun:
 
     async def _answer(self, number: int, line: bytes) -> AnsweredLine:
         try:
-            try:
-                request = self._read(number, line)
-            except LineRefused as refusal:
-                answered = AnsweredLine(refusal_line(number, line, refusal), True)
-            else:
-                answer = await self._send(request)
-                answered = AnsweredLine(answer_line(request, answer), answer.is_error)
-        finally:
-            self._slots.leave()
+            request = self._read(number, line)
+        except LineRefused as refusal:
+            answered = AnsweredLine(refusal_line(number, line, refusal), True)
+        else:
+            answer = await self._send(request)
+            answered = AnsweredLine(answer_line(request, answer), answer.is_error)
         self._held_bytes += len(answered.data)
         return answered
+
+    def _leave(self, _: asyncio.Task[AnsweredLine]) -> None:
+        self._slots.leave()
 
     def _write_ready(self) -> None:
         while self._pending and self._pending[0].done():

@@ -86,3 +86,19 @@ async def test_the_error_of_a_line_ends_the_run_after_the_lines_before_it() -> N
         await OrderedRun(send, written.append, FixedSlots(10)).run(lines(6))
     assert [json.loads(each.data)["custom_id"] for each in written] == ["0", "1"]
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_a_run_that_cannot_write_returns_all_its_slots() -> None:
+    """The line that has just entered has not begun when the answer before it cannot be written."""
+    gates = Gates()
+    gates.answer(*range(6))
+    slots = FixedSlots(2)
+
+    def write(_: AnsweredLine) -> None:
+        raise Unavailable("the disk is full")
+
+    with pytest.raises(Unavailable, match="full"):
+        await OrderedRun(gates.send, write, slots).run(lines(6))
+    async with asyncio.timeout(10):
+        await slots.enter()
+        await slots.enter()
