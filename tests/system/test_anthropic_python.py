@@ -51,7 +51,7 @@ async def client(serving: Callable[..., Any], tmp_path: Path) -> AsyncIterator[a
 
 def body(script: str, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Hello {script}"}]
-    own = {"extra_body": {"temperature": 0}}  # this version of the library has no such parameter
+    own = {"extra_body": {"temperature": 0}}  # The library has no such parameter.
     return {"model": "quire", "max_tokens": 200, "messages": messages, **own, **fields}
 
 
