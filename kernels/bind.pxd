@@ -4,6 +4,7 @@ from .attention cimport AttentionOp
 from .heads cimport HeadsOp
 from .isa cimport quire_head
 from .linear cimport LinearOp
+from .lora cimport LoraTable
 from .pack cimport PackedMatrix, Panels
 from .regions cimport Regions
 from .replay cimport Record
@@ -22,6 +23,7 @@ cdef class Binder:
     cdef bint stores_first          # groups of query heads share the keys of latent attention
     cdef int64_t given_columns      # floats of a given row: a new embedding, then numbers that are added
     cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
+    cdef LoraTable lora             # adapters of the program, or None
     cdef bint needs_rotary          # an op has no table: every step gives the rows
 
     cdef bind(self, Record *record, op)
@@ -35,6 +37,8 @@ cdef class Binder:
     cdef _add_norm(self, Record *record, op)
     cdef _add_pool(self, Record *record, op)
     cdef _add_linear(self, Record *record, op)
+    cdef _add_lora(self, LinearOp *linear, op)
+    cdef _add_lora_shrink(self, Record *record, op)
     cdef _add_counts(self, LinearOp *linear, group, groups)
     cdef _add_expert_linear(self, Record *record, op)
     cdef _add_head_linear(self, Record *record, op)

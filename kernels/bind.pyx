@@ -16,16 +16,18 @@ from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUI
                    QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE, quire_head)
 from .isa import WEIGHT_CODES
 from .latent cimport bind_latent_heads, bind_split
-from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
+from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, linear_scratch_bytes, packed_rows_bytes
+from .lora cimport LoraOp
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
                   Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, GateRows, Gather, HeadLinear,
-                  LatentAttention, Linear, LinearRecurrence, Normed, NormRows, PoolRows, RouteRows, ShortConv,
-                  SplitHeads, ephemeral_pages, has_half_blocks, has_minimums, head_groups, max_groups, padded)
+                  LatentAttention, Linear, LinearRecurrence, LoraShrink, Normed, NormRows, PoolRows, RouteRows,
+                  ShortConv, SplitHeads, ephemeral_pages, has_half_blocks, has_minimums, head_groups, max_groups,
+                  padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
 from .recurrence cimport bind_causal_conv, bind_gated_norm, bind_recurrence, bind_short_conv
 from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, CONVOLUTION, DISPATCH, EMBED, GATED_NORM,
-                      GATE_ROWS, GATHER, LINEAR, NORM, POOL, RECURRENCE, ROUTE, SPLIT, Record)
+                      GATE_ROWS, GATHER, LINEAR, LORA, NORM, POOL, RECURRENCE, ROUTE, SPLIT, Record)
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
@@ -43,12 +45,13 @@ _POOLINGS = {"mean": MEAN, "first": FIRST, "last": LAST}
 cdef class Binder:
     """The limits of a program: those of the ops that are bound so far are in `max_positions`."""
 
-    def __init__(self, regions, max_rows, max_samples, vocab_size, workers, kv_layout, num_pages, pages):
+    def __init__(self, regions, max_rows, max_samples, vocab_size, workers, kv_layout, num_pages, pages, lora=None):
         self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
         self.workers, self.kv_layout, self.num_pages, self.pages = workers, kv_layout, num_pages, pages
         self.max_positions = self.num_types = 2**31 - 1
         self.kinds, self.given_columns, self.stores_first = {}, 0, False
         self.rotary_dims, self.needs_rotary = set(), False
+        self.lora = lora
 
     cdef bind(self, Record *record, op):
         """Set the record of an op."""
@@ -77,6 +80,8 @@ cdef class Binder:
             self._add_combine(record, op)
         elif isinstance(op, AddNorm):
             self._add_add_norm(record, op)
+        elif isinstance(op, LoraShrink):
+            self._add_lora_shrink(record, op)
         elif isinstance(op, GateRows):
             self._add_gate_rows(record, op)
         elif isinstance(op, AddGiven):
@@ -228,8 +233,40 @@ cdef class Binder:
         self._add_maxima(linear, op, rows)
         linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
         linear.softcap = op.softcap
+        if op.lora is not None:
+            self._add_lora(linear, op)
         if op.softcap and op.epilogue != "store":
             raise ValueError(f"results are capped when they are stored, not with {op.epilogue}")
+
+    cdef _add_lora(self, LinearOp *linear, op):
+        """Let the op add B of adapters to its results."""
+        cdef PackedMatrix weight = op.weight
+        if self.lora is None or linear.sampled:
+            raise ValueError("a program without adapters, or rows that sample, have no linear layers with adapters")
+        _, ranks, outputs = self.lora.widths[op.lora.target]
+        if outputs > 16 * weight.panels:
+            raise ValueError(f"target {op.lora.target} has {outputs} outputs, its layer {16 * weight.panels} columns")
+        linear.lora = self.lora.matrices(op.lora.target, True)
+        linear.lora_rows = self.regions.value(op.lora.rows, ranks, "f32", self.max_rows)
+        linear.lora_scratch = linear_scratch_bytes(
+            padded(weight.in_features), linear.has_minimums, has_half_blocks(weight),
+            [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], linear.span, weight.group)
+
+    cdef _add_lora_shrink(self, Record *record, op):
+        cdef LoraOp *lora = &record.op.lora
+        cdef Value squares
+        record.kind = LORA
+        if self.lora is None:
+            raise ValueError("a program without adapters has no products with them")
+        inputs, ranks, _ = self.lora.widths[op.target]
+        lora.input = self.regions.value(op.input, inputs, "f32", self.max_rows)
+        lora.out = self.regions.value(op.out, ranks, "f32", self.max_rows)
+        lora.matrices = self.lora.matrices(op.target, False)
+        lora.squares, lora.scale, lora.panels = NULL, op.scale, -(-ranks // 16)
+        if op.normed is not None:
+            squares = self.regions.value(op.normed.squares, padded(inputs) // BLOCK, "f32", self.max_rows)
+            lora.squares, lora.squares_width = <float *>squares.rows.data, squares.rows.width
+            lora.eps = op.normed.eps
 
     cdef _add_counts(self, LinearOp *linear, group, groups):
         """Give the op the counts of written blocks, for each group of rows, if blocks of its norm share a scale."""
@@ -288,7 +325,7 @@ cdef class Binder:
         linear.converts = op.out.dtype != "f32"
         if linear.converts:
             linear.converted = self.regions.output(op.out, columns, rows)
-        linear.written = NULL
+        linear.written, linear.lora = NULL, NULL
         linear.span = max(1, op.out.group)
         linear.num_spans = -(-num_blocks // linear.span)
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[epilogue]

@@ -205,6 +205,9 @@ cdef extern from "simd/tiles.h" nogil:
         void (*activate)(int epilogue, float *x, int64_t n) noexcept nogil
         void (*add_columns)(float *y, int64_t rows, float *out, int64_t stride) noexcept nogil
         void (*soft_cap)(float *x, int64_t n, float cap) noexcept nogil
+        void (*add_low_rank)(int dtype, int64_t rows, const float *x, int64_t stride, const void *w, int64_t k,
+                             float *y, int64_t ldy) noexcept nogil
+        void (*gate_columns)(int epilogue, const float *x, int64_t rows, float *y, int64_t stride) noexcept nogil
         void (*gate)(const float *gates, int64_t n, float *x) noexcept nogil
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil

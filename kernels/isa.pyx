@@ -74,6 +74,7 @@ _ADDRESSES = {                      # name -> address of a function in _table
     "rms_factors": <size_t>&_table.rms_factors, "inverse_rms": <size_t>&_table.inverse_rms,
     "add_norm": <size_t>&_table.add_norm, "norm_row": <size_t>&_table.norm_row, "mean_rows": <size_t>&_table.mean_rows,
     "activate": <size_t>&_table.activate, "add_columns": <size_t>&_table.add_columns,
+    "add_low_rank": <size_t>&_table.add_low_rank, "gate_columns": <size_t>&_table.gate_columns,
     "soft_cap": <size_t>&_table.soft_cap, "gate": <size_t>&_table.gate, "head": <size_t>&_table.head,
     "store_key": <size_t>&_table.store_key, "store_value": <size_t>&_table.store_value,
     "to_bf16": <size_t>&_table.to_bf16,

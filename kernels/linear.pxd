@@ -1,6 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from .isa cimport quire_output, quire_tiles
+from .lora cimport LoraMatrix
 from .pack cimport MOST_RANGES, Panels
 from .pool cimport quire_share
 from .step cimport Step, Value
@@ -40,6 +41,9 @@ cdef struct LinearOp:
     int64_t num_blocks              # blocks of 32 output columns
     int64_t span                    # blocks of one item: the blocks that share a scale in out
     int64_t num_spans
+    const LoraMatrix *lora          # [slots]: B of adapters; NULL: the layer has none
+    Value lora_rows                 # A x of each row that has an adapter
+    int64_t lora_scratch            # bytes from a worker's scratch to 32 columns of an item's rows, before their gates
     int epilogue
     bint sampled                    # computes only the rows that sample
 

@@ -16,9 +16,10 @@ its own scale.
 from libc.stdint cimport int32_t, uint16_t, uint64_t
 from libc.string cimport memcpy
 
-from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q4, QUIRE_Q8, QUIRE_SUPER_BLOCK,
-                   QUIRE_SWIGLU, quire_block_sums, quire_itemsize, quire_linear, quire_linear_tile, quire_packed_bytes,
-                   quire_row_class, quire_rows, quire_unpacked_bytes)
+from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q4, QUIRE_Q8, QUIRE_STORE,
+                   QUIRE_SUPER_BLOCK, QUIRE_SWIGLU, quire_block_sums, quire_itemsize, quire_linear, quire_linear_tile,
+                   quire_packed_bytes, quire_row_class, quire_rows, quire_unpacked_bytes)
+from .lora cimport add_adapters, has_adapters
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
 from .step cimport end_item, first_item
@@ -230,6 +231,7 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
     cdef int64_t first = per_block * item.block, pairs = per_block * item.blocks, i
     cdef int64_t size = (item.end - item.row) * item.blocks * QUIRE_BLOCK
     cdef float *y = scratch.results
+    cdef bint adapted = op.lora != NULL and has_adapters(step, item.row, item.end)
     after.data = NULL
     if next >= 0:
         next_item = _item(op, step, next)
@@ -239,7 +241,11 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
     pair = _pair(&item, first)
     for i in range(pairs):          # a pair: 32 columns; with a gate, 16 columns of gate and 16 of up
         next_pair = _pair(&item, first + i + 1) if i + 1 < pairs else after
-        _multiply(op, tiles, &item, pair, next_pair, scratch, y + i * QUIRE_BLOCK // per_block)
+        if adapted:
+            _multiply_adapted(op, step, tiles, &item, pair, next_pair, scratch, y + i * QUIRE_BLOCK // per_block)
+        else:
+            _multiply(op, tiles, &item, pair, next_pair, scratch, y + i * QUIRE_BLOCK // per_block,
+                      item.blocks * QUIRE_BLOCK, op.epilogue)
         pair = next_pair
     if QUIRE_GELU <= op.epilogue < QUIRE_SWIGLU:
         tiles.activate(op.epilogue, y, size)
@@ -363,8 +369,22 @@ cdef const uint16_t *_scales(const Pair *pair) noexcept nogil:
     return pair.part.scales + (pair.panel - pair.part.first_panel) * pair.part.panel_scales
 
 
+cdef void _multiply_adapted(const LinearOp *op, const Step *step, const quire_tiles *tiles, const Item *item, Pair pair,
+                            Pair next, Scratch *scratch, float *y) noexcept nogil:
+    """Multiply, and add the products of adapters before the gates, for which two panels give 16 columns."""
+    cdef int64_t stride = item.blocks * QUIRE_BLOCK, rows = item.end - item.row
+    cdef float *columns = <float *>(<char *>scratch + op.lora_scratch)
+    if op.epilogue < QUIRE_SWIGLU:
+        _multiply(op, tiles, item, pair, next, scratch, y, stride, op.epilogue)
+        add_adapters(op.lora, &op.lora_rows, step, tiles, item.row, item.end, pair.panel, y, stride)
+    else:
+        _multiply(op, tiles, item, pair, next, scratch, columns, QUIRE_BLOCK, QUIRE_STORE)
+        add_adapters(op.lora, &op.lora_rows, step, tiles, item.row, item.end, pair.panel, columns, QUIRE_BLOCK)
+        tiles.gate_columns(op.epilogue, columns, rows, y, stride)
+
+
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *item, Pair pair, Pair next,
-                    Scratch *scratch, float *y) noexcept nogil:
+                    Scratch *scratch, float *y, int64_t stride, int epilogue) noexcept nogil:
     """Multiply an item's rows by one pair of panels, split evenly so that no tile is left with a single row.
 
     Each tile prefetches an equal share of the pair `next`, so that memory never waits for arithmetic.
@@ -387,8 +407,8 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
     tile.c = y
-    tile.ldc = item.blocks * QUIRE_BLOCK
-    tile.epilogue = op.epilogue
+    tile.ldc = stride
+    tile.epilogue = epilogue
     tile.next_scales = NULL
     if next.data != NULL and next.part.scales != NULL:
         tile.next_scales = <char *>_scales(&next)

@@ -212,6 +212,32 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """The part of the adapters in a linear layer: B times the rows that a `LoraShrink` has written.
+
+    A `target` is a linear layer that adapters may change; each target has a number.
+    """
+
+    target: int
+    rows: Region  # f32 [tokens, ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShrink:
+    """out = A x * scale for the rows that have an adapter, with A of that adapter; other rows are not written.
+
+    `normed` is the norm of the input that the linear layer reads: `input` has the rows before the norm, and A's columns
+    in adapters have been multiplied by the norm's weights.
+    """
+
+    input: Region  # f32 [tokens, in_features]
+    normed: Normed | None
+    target: int
+    out: Region  # f32 [tokens, ranks]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """y = (input @ weight.T + bias) * scale, then `store`: out = y, or softcap * tanh(y / softcap) with a `softcap`;
     `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh;
@@ -221,7 +247,7 @@ class Linear:
 
     In a gated layer the weight alternates 16 columns of gate and 16 of up, and `out` has half as many columns. `out`
     may have any dtype, but must be f32 with `add`, `normed` or `maxima` (the maximum of each 32 columns, NaN if one is
-    NaN).
+    NaN). With `lora`, y of a row that has an adapter also has the adapter's B (A x).
     """
 
     input: Region | Normed  # [rows, in_features] in the dtype of INPUT_DTYPES
@@ -233,6 +259,7 @@ class Linear:
     maxima: Region | None = None  # f32 [rows, padded(out_features) / 32]
     scale: float = 1.0
     softcap: float = 0.0  # 0: none
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -746,4 +773,5 @@ Op = (
     | ExpertLinear
     | Combine
     | AddGiven
+    | LoraShrink
 )

@@ -4,6 +4,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .lora import LoraTable
 from .ops import Op, Region
 from .pool import Pool
 
@@ -59,8 +60,12 @@ class Program:
         vocab_size: int,
         isa: str | None = None,
         num_states: int | None = None,
+        lora: LoraTable | None = None,
     ) -> None:
-        """Allocate `num_states` slots for the states of sequences, or else `max_sequences` of them."""
+        """Allocate `num_states` slots for the states of sequences, or else `max_sequences` of them.
+
+        `lora` has the adapters of `LoraShrink` and `Linear`.
+        """
 
     @property
     def states(self) -> npt.NDArray[np.uint8]:
@@ -81,6 +86,7 @@ class Program:
         state_slots: npt.NDArray[np.int32] | None = None,
         first: int = 0,
         end: int | None = None,
+        adapters: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Run one step over `token_ids` [rows], or its ops [first, end). The GIL is released meanwhile.
 
@@ -91,7 +97,8 @@ class Program:
         `rotary` [rows, rotary_dim], the heads of row r are rotated by row r of it, else by the table's row for the
         position. Row r sees tokens up to position last_seen[r]: its own or a later position among the sequence's rows,
         never before that of the previous row. Without `last_seen`, a row sees no later token. The state of sequence i
-        is in slot state_slots[i], by default in slot i; a sequence at position 0 reads nothing of its state. Raises
+        is in slot state_slots[i], by default in slot i; a sequence at position 0 reads nothing of its state. Row r has
+        the adapter in slot adapters[r], or none with -1. Raises
         ValueError for an array that would lead outside the program's memory, and for a range that the program does not
         have.
         """

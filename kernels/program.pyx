@@ -15,8 +15,9 @@ from .bind cimport Binder
 from .experts cimport grouping_scratch_bytes
 from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
 from .isa import KV_CODES, WEIGHT_CODES
-from .linear cimport linear_scratch_bytes
-from .ops import (Attention, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, HeadLinear,
+from .linear cimport ROWS_IN_CACHE, linear_scratch_bytes
+from .lora cimport LoraTable
+from .ops import (BLOCK, GATED, Attention, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, HeadLinear,
                   LatentAttention, Linear, NormRows, RouteRows, aligned, ephemeral_pages, has_half_blocks,
                   has_minimums, head_groups, padded, state_nbytes)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
@@ -39,6 +40,8 @@ def scratch_nbytes(workers, ops):
     sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight), has_half_blocks(weight),
                                   [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], span, weight.group)
              for weight, span in linears]
+    if any(isinstance(op, Linear) and op.lora is not None and op.epilogue in GATED for op in ops):
+        sizes.append(max(sizes) + ROWS_IN_CACHE * BLOCK * 4)    # results of gate and up, before and after an adapter
     rows = [padded(op.out.columns) for op in ops if isinstance(op, Embed)]
     rows += [padded(op.input.columns) for op in ops
              if isinstance(op, NormRows) or isinstance(op, Convert) and op.order is not None]
@@ -67,6 +70,7 @@ cdef class Program:
     cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions
     cdef int64_t given_columns
     cdef object rotary_dims, isa
+    cdef LoraTable lora             # adapters, or None
     cdef bint needs_rotary
     cdef bint runs_texts            # 1: whole texts; 0: sequences with pages of a KV cache
     cdef readonly object states     # uint8 [slots, bytes]: the state of a sequence in each slot
@@ -75,7 +79,7 @@ cdef class Program:
     cdef int32_t[::1] zeros, pages, text_pages, text_ends   # positions, page ids, tables and last rows of texts
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
-                 max_sequences, vocab_size, isa=None, num_states=None):
+                 max_sequences, vocab_size, isa=None, num_states=None, lora=None):
         if len(ops) >= QUIRE_SHARE_OPS:
             raise ValueError(f"a program has at most {QUIRE_SHARE_OPS - 1} ops, not {len(ops)}")
         self.pool = pool
@@ -84,6 +88,7 @@ cdef class Program:
         self.max_sequences = max_sequences
         self.vocab_size = vocab_size
         self.num_pages = num_pages
+        self.lora = lora
         self.regions = Regions(arena_bytes, self.max_rows)
         self.regions.keep_alive.append(kv_memory)
         pages = None
@@ -97,7 +102,7 @@ cdef class Program:
         else:
             self._lay_out_sequences(kv_memory, kv_layout)
         self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, pool.workers, kv_layout, num_pages,
-                               pages))
+                               pages, lora))
         self.isa = isa
         self.choose({})
         self.replay.pool = pool.pool
@@ -190,7 +195,8 @@ cdef class Program:
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
             const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,
             const int32_t[::1] given_of=None, const float[:, ::1] given=None, const float[:, ::1] rotary=None,
-            const int32_t[::1] last_seen=None, const int32_t[::1] state_slots=None, first=0, end=None):
+            const int32_t[::1] last_seen=None, const int32_t[::1] state_slots=None, first=0, end=None,
+            const int32_t[::1] adapters=None):
         cdef Step *step = &self.replay.step
         if self.runs_texts:
             raise ValueError("this program runs texts")
@@ -200,6 +206,7 @@ cdef class Program:
         self._give_rotary(step, token_ids.shape[0], rotary)
         self._see(step, row_start, first_position, last_seen)
         self._set_slots(step, first_position.shape[0], state_slots)
+        self._set_adapters(step, token_ids.shape[0], adapters)
         step.rows = token_ids.shape[0]
         step.sequences = first_position.shape[0]
         step.samples = sample_rows.shape[0]
@@ -234,6 +241,7 @@ cdef class Program:
         step.given_of = NULL
         step.given = NULL
         step.last_seen = NULL
+        step.adapters = NULL
         for i in range(step.sequences):
             self.text_ends[i] = row_start[i + 1] - 1
             self.text_pages[i + 1] = (self.text_pages[i]
@@ -386,6 +394,20 @@ cdef class Program:
             if len(set(state_slots)) < sequences:
                 raise ValueError("two sequences have the same state slot")
         step.state_slots = &state_slots[0]
+
+    cdef _set_adapters(self, Step *step, int64_t rows, const int32_t[::1] adapters):
+        """Set the slot of each row's adapter, -1 for a row without one."""
+        cdef int64_t i, slots = 0 if self.lora is None else self.lora.slots
+        step.adapters = NULL
+        if adapters is None:
+            return
+        if adapters.shape[0] != rows:
+            raise ValueError(f"{rows} rows need as many slots of adapters, not {adapters.shape[0]}")
+        for i in range(rows):
+            if not -1 <= adapters[i] < slots:
+                raise ValueError(f"slot {adapters[i]} of an adapter is outside the {slots} of this program")
+            if adapters[i] >= 0:
+                step.adapters = &adapters[0]
 
     cdef _check_ids(self, const int32_t[::1] token_ids):
         cdef int64_t i

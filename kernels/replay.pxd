@@ -5,6 +5,7 @@ from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
 from .latent cimport SplitOp
 from .linear cimport LinearOp
+from .lora cimport LoraOp
 from .pool cimport quire_pool, quire_progress, quire_share
 from .recurrence cimport ConvolutionOp, GatedNormOp, RecurrenceOp
 from .rows cimport AddGivenOp, AddNormOp, ConvertOp, EmbedOp, GateRowsOp, GatherOp, NormOp, PoolOp
@@ -28,6 +29,7 @@ cdef enum Kind:
     GATED_NORM
     SPLIT
     GATE_ROWS
+    LORA
 
 cdef union Payload:
     EmbedOp embed
@@ -47,6 +49,7 @@ cdef union Payload:
     GatedNormOp gated_norm
     SplitOp split
     GateRowsOp gate_rows
+    LoraOp lora
 
 cdef struct Record:
     Kind kind

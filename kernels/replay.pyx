@@ -10,6 +10,7 @@ from .experts cimport group_places, num_segments, run_combine, run_dispatch, run
 from .isa cimport QUIRE_ENDS
 from .latent cimport run_split
 from .linear cimport help_linear, num_items, run_linear
+from .lora cimport num_lora_items, run_lora
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
 from .recurrence cimport num_convolved_items, num_recurrent_items, run_convolution, run_gated_norm, run_recurrence
@@ -104,6 +105,9 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
     elif record.kind == GATE_ROWS:
         computed = run_gate_rows(&record.op.gate_rows, step, tiles, counter, workers)
         total = step.rows
+    elif record.kind == LORA:
+        computed = run_lora(&record.op.lora, step, tiles, counter, workers)
+        total = num_lora_items(&record.op.lora, step, workers)
     elif record.kind == ADD_GIVEN:
         computed = run_add_given(&record.op.add_given, step, tiles, counter)
         total = step.rows

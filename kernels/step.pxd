@@ -32,6 +32,7 @@ cdef struct Step:
     int64_t given_columns           # floats of the embedding, then floats for each `AddGiven`
     const float *rotary             # [rows][rotary_dim]: cos | sin of each row; NULL: those of its position in a table
     const int32_t *last_seen        # [rows]: position of the last token that a row sees; NULL: its own
+    const int32_t *adapters         # [rows]: slot of each row's adapter; -1: none; NULL: no row has one
     const int32_t *row_start        # [sequences + 1]
     const int32_t *first_position   # [sequences]
     const int32_t *page_start       # [layer groups * sequences + 1], into page_ids: one group's tables after another's

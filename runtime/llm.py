@@ -78,25 +78,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         images: Sequence[Sequence[PromptImage]] | None = None,
+        lora: str | Sequence[str] = "",
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. A prompt is text or token ids.
 
         `sampling_params` is one value for all prompts or one for each. `images` has a list of images for each prompt of
-        token ids.
+        token ids. `lora` is the name of an adapter for all prompts, or one for each; an empty name is none.
 
         Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any prompt is refused or fails; the others
         are then cancelled. Raises TypeError for an unknown argument.
         """
-        check_arguments(unknown, ("prompts", "sampling_params", "images"))
+        check_arguments(unknown, ("prompts", "sampling_params", "images", "lora"))
         each = as_prompts(prompts)
         params = _params_list(sampling_params, len(each))
         images = [()] * len(each) if images is None else images
         if len(images) != len(each):
             raise InvalidRequest(f"{len(images)} lists of images for {len(each)} prompts; give one for each prompt")
+        adapters = [lora] * len(each) if isinstance(lora, str) else list(lora)
+        if len(adapters) != len(each):
+            raise InvalidRequest(f"{len(adapters)} names of lora for {len(each)} prompts; give one, or one each")
         requests = [
-            GenerateRequest(prompt=prompt, sampling_params=own, images=tuple(of_prompt))
-            for prompt, own, of_prompt in zip(each, params, images, strict=True)
+            GenerateRequest(prompt=prompt, sampling_params=own, images=tuple(of_prompt), lora=adapter)
+            for prompt, own, of_prompt, adapter in zip(each, params, images, adapters, strict=True)
         ]
         return self._thread.run(_generate(self._open_engine(), requests))
 
@@ -108,6 +112,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str = "",
     ) -> RequestOutput:
         """Return the answer to a chat, `[{"role": "user", "content": …}, …]`, with the model's own chat template.
 
@@ -118,7 +123,8 @@ class LLM:
         output's `reasoning` and `tool_calls` are separate from its text, and calls are valid. Without one, the text
         includes the model's markup of reasoning and tool calls, except special tokens.
 
-        Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
+        `lora` is the name of an adapter. Raises InvalidRequest if the model has no template or the template refuses the
+        messages, and as `generate`.
         """
         engine = self._open_engine()
         bare, images = extract_images(messages)
@@ -131,6 +137,7 @@ class LLM:
             reads_output=tool_choice is not None,
             template_variables=dict(chat_template_kwargs or {}),
             sampling_params=sampling_params or SamplingParams(),
+            lora=lora,
         )
         return self._thread.run(_generate(engine, [request]))[0]
 
@@ -178,9 +185,11 @@ class LLM:
         request = EmbedRequest(inputs=texts, classify=True, truncate_prompt_tokens=truncate_prompt_tokens)
         return self._thread.run(_embed(self._open_engine(), request))
 
-    def logits(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
+    def logits(
+        self, token_ids: Sequence[int], images: Sequence[PromptImage] = (), *, lora: str = ""
+    ) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation, without the prefix cache."""
-        return self._thread.run(self._open_engine().logits(as_token_ids(token_ids), images))
+        return self._thread.run(self._open_engine().logits(as_token_ids(token_ids), images, lora))
 
     @property
     def engine(self) -> LocalEngine:

@@ -49,7 +49,8 @@ class RequestSpec:
     stop_token_ids: frozenset[int] = frozenset()  # includes the end-of-sequence tokens unless they are ignored
     sampling: object = None  # passed on to the model runner
     tenant: str = ""
-    cache_salt: str = ""  # only requests with the same tenant and salt share cached pages
+    cache_salt: str = ""  # only requests with the same tenant, salt and adapter share cached pages
+    adapter: str = ""  # key of the adapter that changes the model: a name, @ and a digest
     conversation: bytes = b""  # name of the conversation, for routing: its requests share cached pages
     priority: int = 0  # lower runs earlier
     deadline: float | None = None  # seconds on the scheduler's clock
@@ -61,7 +62,8 @@ class RequestSpec:
     @property
     def prefix_salt(self) -> bytes:
         """The beginning of the keys of cached pages."""
-        return f"{self.tenant}\0{self.cache_salt}".encode() if self.cache_salt else self.tenant.encode()
+        salt = f"{self.tenant}\0{self.cache_salt}" if self.cache_salt else self.tenant
+        return (f"{self.adapter}\0{salt}" if self.adapter else salt).encode()  # no tenant's name has an @
 
 
 @dataclass(frozen=True, slots=True)

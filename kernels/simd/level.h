@@ -48,6 +48,9 @@ void ISA(mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t column
 void ISA(activate)(int epilogue, float *x, int64_t n);
 void ISA(add_columns)(float *y, int64_t rows, float *out, int64_t stride);
 void ISA(soft_cap)(float *x, int64_t n, float cap);
+void ISA(add_low_rank)(int dtype, int64_t rows, const float *x, int64_t stride, const void *w, int64_t k, float *y,
+                       int64_t ldy);
+void ISA(gate_columns)(int epilogue, const float *x, int64_t rows, float *y, int64_t stride);
 void ISA(gate)(const float *gates, int64_t n, float *x);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);

@@ -278,6 +278,11 @@ typedef struct {
   // out += y, and y = out: 32 columns of some rows, `stride` floats apart in out
   void (*add_columns)(float *y, int64_t rows, float *out, int64_t stride);
   void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16
+  // y += x @ w: rows of x are `stride` and rows of y `ldy` floats apart; w is f32 or bf16 [k][16].
+  void (*add_low_rank)(int dtype, int64_t rows, const float *x, int64_t stride, const void *w, int64_t k, float *y,
+                       int64_t ldy);
+  // y = the gated epilogue of 32 columns of x, 16 of gate and 16 of up; rows of y are `stride` floats apart.
+  void (*gate_columns)(int epilogue, const float *x, int64_t rows, float *y, int64_t stride);
   // x = x * sigmoid(gate); both have memory up to a multiple of 16.
   void (*gate)(const float *gates, int64_t n, float *x);
   // One head to `out` (head_dim padded to 32): norm if `norm` is given; rotation by halves of the first rotary_dim

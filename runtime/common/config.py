@@ -29,6 +29,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
+Rank = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Images = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)]
 Pixels = Annotated[int, msgspec.Meta(ge=1, le=178_956_970)]  # Pillow's limit
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -149,6 +150,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "of the model; full: at each start, for longer; off: the level's own code.",
             default="auto",
             is_of_machine=True,
+        ),
+    ] = None
+
+    lora: Annotated[
+        dict[str, str],
+        _memory(
+            "Adapters (LoRA) by name, each a folder as PEFT writes it, such as a=adapters/a,b=adapters/b. A request "
+            "for the model of this name is computed with the adapter.",
+            unit="path",
+            default="none",
+        ),
+    ] = {}
+    max_lora_rank: Annotated[Rank, _memory("Largest rank of an adapter.")] = 64
+    lora_memory: Annotated[
+        Count | None,
+        _memory(
+            "Memory for adapters.",
+            unit="bytes",
+            default="what the adapters take if each changes all layers with the largest rank",
         ),
     ] = None
 
@@ -287,6 +307,9 @@ class EngineOptions(TypedDict, total=False):
     max_image_tokens: int
     threads: int | None
     enable_prefix_caching: bool
+    lora: dict[str, str]
+    max_lora_rank: int
+    lora_memory: int | str | None
     kv_events: str | None
     kv_events_replay: str | None
     kv_events_topic: str

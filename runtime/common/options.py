@@ -258,6 +258,8 @@ def _allowed(kind: inspect.Type, unit: str) -> str:
             return f"a list of {'texts' if isinstance(kind.item_type, inspect.StrType) else 'whole numbers'}"
         case inspect.DictType() if isinstance(kind.key_type, inspect.IntType):
             return "a map of whole numbers to numbers"
+        case inspect.DictType() if isinstance(kind.value_type, inspect.StrType):
+            return "names with a path each, such as a=path,b=path"
         case inspect.DictType():
             return "names with a number each, such as a=2,b=0.5"
         case inspect.BoolType():

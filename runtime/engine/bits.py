@@ -28,7 +28,9 @@ def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> b
     rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
     states = config.state_dtype if runner.spec.has_matrices else ""
     level = capacity.isa if by_level else "every level"
-    parts = (_version(), Q8_FORM, weights, capacity.layout, states, rotation, level)
+    parts: tuple[object, ...] = (_version(), Q8_FORM, weights, capacity.layout, states, rotation, level)
+    if runner.adapter_keys:
+        parts = (*parts, sorted(runner.adapter_keys.values()))
     return hashlib.sha256(repr(parts).encode() + model_digest).digest()
 
 

@@ -103,6 +103,7 @@ class LoadedDecoder:
             threads=capacity.cpus.threads,
             threads_reason=capacity.cpus.reason,
             images=None if runner.images is None else _describe_tower(runner.images.spec),
+            adapters=runner.adapter_keys,
         )
 
     def bits_id(self) -> bytes:

@@ -213,12 +213,13 @@ class Engine(Generic[CoreT]):
         self._prompts.close()
 
     async def logits(
-        self: Engine[EngineCore], token_ids: tuple[int, ...], images: Sequence[PromptImage] = ()
+        self: Engine[EngineCore], token_ids: tuple[int, ...], images: Sequence[PromptImage] = (), lora: str = ""
     ) -> npt.NDArray[np.float32]:
         """Return the logits of `EngineCore.logits`. Also raises InvalidRequest or ContextLengthExceeded."""
+        self._validator.check_lora(lora)
         self._validator.check_token_ids(token_ids)
         self._validator.check_images(token_ids, images)
-        return await self.core.logits(token_ids, placed_images(images))
+        return await self.core.logits(token_ids, placed_images(images), self.info.adapters.get(lora, ""))
 
     # From a request to the core's queue
 
@@ -267,6 +268,7 @@ class Engine(Generic[CoreT]):
             images=images,
             has_own_grammar=prepared.has_own_grammar,
             reasoning=self._reasoning,
+            adapter=self.info.adapters.get(request.lora, ""),
         )
         self._next_id += len(requests)
         stream = Stream(

@@ -202,7 +202,9 @@ class EngineCore:
                 self._encoder.close()
                 self._decoder.close()
 
-    async def logits(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> npt.NDArray[np.float32]:
+    async def logits(
+        self, token_ids: Sequence[int], images: Sequence[PlacedImage] = (), adapter: str = ""
+    ) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
 
         The computation bypasses the scheduler and the prefix cache. Raises Unavailable while requests run; no request
@@ -225,7 +227,7 @@ class EngineCore:
                         if self._closed:
                             raise Unavailable("the engine was closed in the meantime")
                         sampled = range(begin, min(begin + max_num_samples, num_tokens))
-                        score = partial(self._score, chunk, first, table, sampled, images)
+                        score = partial(self._score, chunk, first, table, sampled, images, adapter)
                         out[first + begin : first + sampled.stop] = await self._step_threads.call(score)
                     self.pager.commit(table, token_ids)
                 return out
@@ -261,10 +263,18 @@ class EngineCore:
         table: PageTable,
         sampled: range,
         images: Sequence[PlacedImage],
+        adapter: str,
     ) -> npt.NDArray[np.float32]:
         with self._computing:
             return self.runner.score(
-                token_ids, first, table.pages, len(sampled), images, sampled.stop, state=table.state
+                token_ids,
+                first,
+                table.pages,
+                len(sampled),
+                images,
+                sampled.stop,
+                state=table.state,
+                adapter=adapter,
             )
 
     def _observe(self, step: FinishedStep) -> None:

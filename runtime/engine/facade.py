@@ -52,6 +52,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     generated: tuple[tuple[int, ...], ...] | None = None
     ended: tuple[int, ...] = ()
     fit_max_tokens: bool = False  # lower max_tokens to the rest of the context instead of refusing
+    lora: str = ""  # name of the adapter that changes the model; empty: none
     cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
     prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
 
@@ -211,6 +212,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
     images: ImageInfo | None = None  # None: the model takes no images
+    adapters: dict[str, str] = {}  # name -> key of each loaded adapter
 
 
 NO_TEMPLATE = "this model has no chat template; send a prompt instead of messages"

@@ -108,7 +108,7 @@ def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
     of the prompt: the largest power of two of them, at most `MAX_KEY_TOKENS`, which changes rarely while a conversation
     grows.
     """
-    parts = [request.tenant, request.cache_salt]
+    parts = [request.tenant, f"{request.cache_salt}\0{request.lora}" if request.lora else request.cache_salt]
     if request.prompt_cache_key:
         parts += ["key", request.prompt_cache_key]
     for message in () if request.prompt_cache_key else prepared.messages:
@@ -147,10 +147,12 @@ def scheduled_requests(
     images: Sequence[PromptImage] = (),
     has_own_grammar: bool = False,
     reasoning: ReasoningMarkers | None = None,
+    adapter: str = "",
 ) -> list[Request]:
     """Return the scheduler's requests, one per sample, or per open output of `continuation`, ids from `first_id` on.
 
     `submitted` is a time of the scheduler's clock. A request with a budget of reasoning needs `reasoning`.
+    `adapter` is the key of the request's adapter.
     """
     params = request.sampling_params
     budget = None
@@ -170,7 +172,7 @@ def scheduled_requests(
     sampling_params = _with_ranking_logprobs(params)
     beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
     placed = placed_images(images)
-    sampling = SamplingSpec(sampling_params, seed, stop_ids, request.tenant, has_own_grammar, budget)
+    sampling = SamplingSpec(sampling_params, seed, stop_ids, request.tenant, has_own_grammar, budget, adapter)
     return [
         Request(
             RequestSpec(
@@ -182,6 +184,7 @@ def scheduled_requests(
                 sampling=replace(sampling, seed=(seed + index) % SEED_LIMIT),
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
+                adapter=adapter,
                 conversation=conversation,
                 priority=request.priority,
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,

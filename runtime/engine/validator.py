@@ -111,8 +111,15 @@ class Validator:
             _integer("pin_ms", request.pin_ms, 0, MAX_PIN_MS)
             if request.cache_salt:  # a tenant's pins are limited per salt
                 raise InvalidRequest("pin_ms cannot be used with cache_salt")
+        self.check_lora(request.lora)
         if len(request.cache_salt) > MAX_SALT_CHARACTERS:
             raise InvalidRequest(f"cache_salt has more than {MAX_SALT_CHARACTERS} characters")
+
+    def check_lora(self, name: str) -> None:
+        """Check that an adapter of this name is loaded; an empty name is none."""
+        if name and name not in self._info.adapters:
+            names = ", ".join(self._info.adapters) or "none"
+            raise InvalidRequest(f"lora {name[:80]!r} is no loaded adapter; the adapters are: {names}")
 
     def check_generated(self, request: GenerateRequest) -> None:
         """Check the outputs of a request that another server began, except their ends."""

@@ -16,7 +16,7 @@ from ...pager.layout import place_layers
 from .feed_forward import embedding_scale, layer_input_block, layer_inputs, mlp_block
 from .latent_attention import emit_latent_attention
 from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, Value, input_form
-from .residual import add_branch, normed_input, normed_rows
+from .residual import add_branch, normed_input, normed_rows, rows_form
 from .rope import Table, query_scales
 from .spec import DecoderSpec
 from .states import StateLayout
@@ -142,7 +142,7 @@ def _attention_block(
         stores=spec.stores_kv(index),
         values_are_keys=spec.kv_matrices(index) == 1,
     )
-    form = input_form(weights.qkv)
+    form = rows_form(builder, spec, layer.input_norm, weights.qkv)
     normed = shared if shared is not None and shared.form == form else normed_input(builder, spec, layer, x, form)
     beside = layer.beside
     mixed = None if beside is None else _mix(builder, spec, beside, index, x, normed, states)
@@ -156,7 +156,7 @@ def _attention_block(
         sinks=weights.sinks,
         query_scales=scales,
     )
-    attended = builder.attention(qkv, heads, head_weights, input_form(weights.o))
+    attended = builder.attention(qkv, heads, head_weights, builder.form_of(weights.o))
     scale = spec.attention_out_scale
     add_branch(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x, scale)
     if beside is not None and mixed is not None:
@@ -318,6 +318,7 @@ def _add_mixed(builder: ProgramBuilder, spec: DecoderSpec, weights: MambaWeights
 def _shared_input(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> Value:
     """Return norm(x) in the form that the MLP of a parallel layer reads."""
     assert isinstance(layer.mlp, MlpWeights), "parallel layers have MLPs, not experts"
-    rows = normed_input(builder, spec, layer, x, input_form(layer.mlp.gate_up))
+    form = rows_form(builder, spec, layer.input_norm, layer.mlp.gate_up)
+    rows = normed_input(builder, spec, layer, x, form)
     assert isinstance(rows, Value), "parallel layers have LayerNorm, an op of its own"
     return rows

@@ -13,7 +13,7 @@ from ...kernels.ops import Epilogue
 from ...kernels.pack import PackedMatrix
 from .program import NormedValue, ProgramBuilder, Value, input_form
 from .program.values import F32, RoutingValue
-from .residual import add_branch, normed_rows
+from .residual import add_branch, normed_rows, rows_form
 from .spec import DecoderSpec
 from .weights.layer_weights import (
     BesideWeights,
@@ -51,18 +51,18 @@ def mlp_block(
         normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, input_form(mlp.gate_up[0]))
         _expert_block(builder, spec, mlp, x, normed)
         return
-    form = input_form(mlp.gate_up)
     if layer.mixture_beside is None:
+        form = rows_form(builder, spec, layer.mlp_norm, mlp.gate_up)
         rows = shared or normed_rows(builder, spec, layer.mlp_norm, layer.mlp_norm_bias, x, form)
     else:  # the op that wrote x writes the norm that the experts read
-        rows = builder.norm_rows(x, "rms", layer.mlp_norm, None, spec.norm_eps, form)
+        rows = builder.norm_rows(x, "rms", layer.mlp_norm, None, spec.norm_eps, builder.form_of(mlp.gate_up))
     activated = builder.activated(
         rows,
         mlp.gate_up,
         mlp.gate_up_bias,
         mlp.down.in_features,
         EPILOGUES[spec.activation],
-        input_form(mlp.down),
+        builder.form_of(mlp.down),
         spec.gate_scale,
     )
     # The scale of a gated layer multiplies up, too.

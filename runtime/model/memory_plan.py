@@ -15,6 +15,7 @@ from ...kernels.ops import padded
 from ..common.config import KVCacheDtype, WeightDtype
 from .decoder import emit_decoder
 from .encoder import EncoderMemoryPlan
+from .lora import LoraLayout
 from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import planned_tables, rotary_nbytes
@@ -41,6 +42,7 @@ class MemoryPlan:
     sampling_bytes: int
     encoder: EncoderMemoryPlan | None = None  # encoder that is served next to the decoder
     images: VisionMemoryPlan | None = None  # the model's vision tower and the cache of its results
+    lora_bytes: int = 0  # the most that adapters take
     process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan
 
@@ -51,7 +53,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
-        beside = self.encoder_bytes + self.images_bytes + self.process_bytes
+        beside = self.encoder_bytes + self.images_bytes + self.lora_bytes + self.process_bytes
         return self.weights_bytes + self.kv_bytes + self.state_bytes + step + beside
 
     @property
@@ -74,6 +76,7 @@ class MemoryPlan:
             ("sampling scratch", self.sampling_bytes, ""),
             *([("embedding model", self.encoder_bytes, "weights, batches")] if self.encoder else []),
             *([("vision tower", self.images_bytes, _of_images(self.images))] if self.images else []),
+            *([("adapters", self.lora_bytes, "at most")] if self.lora_bytes else []),
             ("Python libraries", self.process_bytes, "estimate"),
             ("total", self.total_bytes, ""),
         ]
@@ -104,11 +107,16 @@ def plan_memory(
     num_states: int = 0,
     encoder: EncoderMemoryPlan | None = None,
     images: VisionMemoryPlan | None = None,
+    lora: LoraLayout | None = None,
+    lora_bytes: int = 0,
 ) -> MemoryPlan:
-    """Plan the memory of loading, compiling and running with these arguments; `encoder` and `images` are added."""
+    """Plan the memory of loading, compiling and running with these arguments; `encoder` and `images` are added.
+
+    Adapters of the layout `lora` take `lora_bytes`.
+    """
     shapes, weights_bytes = plan_weights(spec, weights)
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
-    builder = ProgramBuilder(max_tokens, max_samples)
+    builder = ProgramBuilder(max_tokens, max_samples, lora=None if lora is None else lora.targets(shapes))
     states = states or lay_out_states(spec)
     program = builder.build(emit_decoder(builder, spec, shapes, rotary, states))
     return MemoryPlan(
@@ -124,5 +132,6 @@ def plan_memory(
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         encoder=encoder,
         images=images,
+        lora_bytes=lora_bytes,
         program=program,
     )

@@ -6,7 +6,8 @@ Every error in a model's files is found before the first large allocation.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -16,12 +17,14 @@ from ..common.errors import ConfigError
 from .decoder import emit_decoder
 from .families.registry import open_model
 from .files import model_path
+from .lora import LoraLayout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_tables
 from .spec import DecoderSpec
 from .states import StateLayout, lay_out_states
 from .weights.decoder_weights import pack_weights
 from .weights.layer_weights import DecoderWeights
+from .weights.paired_rows import PairedRows, Pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +34,24 @@ class PackedModel:
     path: Path  # path of the folder or GGUF file
     spec: DecoderSpec
     weights: DecoderWeights
+    pairs: Mapping[str, Pairs] = field(default_factory=dict)  # rows of tensors that were reordered for the rotation
 
     def compile(
-        self, *, max_positions: int, max_tokens: int, max_samples: int, states: StateLayout | None = None
+        self,
+        *,
+        max_positions: int,
+        max_tokens: int,
+        max_samples: int,
+        states: StateLayout | None = None,
+        lora: LoraLayout | None = None,
     ) -> ProgramPlan:
         """Return the program for steps of `max_tokens` rows, `max_samples` of which sample, below `max_positions`.
 
-        `states` is the layout of sequences' states; None: without draft tokens.
+        `states` is the layout of sequences' states; None: without draft tokens. `lora` is that of adapters.
         """
         rotary = rotary_tables(self.spec.ropes, self.spec.head_dim, max_positions)
-        builder = ProgramBuilder(max_tokens, max_samples)
+        targets = None if lora is None else lora.targets(self.weights)
+        builder = ProgramBuilder(max_tokens, max_samples, lora=targets)
         return builder.build(
             emit_decoder(builder, self.spec, self.weights, rotary, states or lay_out_states(self.spec))
         )
@@ -57,7 +68,8 @@ def pack_model(model: str | Path | None, weights: WeightDtype, stop: threading.E
         raise ConfigError(f"weights is {weights!r}; it must be one of {', '.join(get_args(WeightDtype))}")
     path = model_path(model)
     spec, checkpoint = open_model(path)
-    return PackedModel(path, spec, pack_weights(spec, checkpoint, weights, stop))
+    pairs = checkpoint.pairs if isinstance(checkpoint, PairedRows) else {}
+    return PackedModel(path, spec, pack_weights(spec, checkpoint, weights, stop), pairs)
 
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...kernels.pack import PackedMatrix
-from .program import NormedValue, ProgramBuilder, RowForm, Value
+from .program import NormedValue, ProgramBuilder, RowForm, Value, input_form
 from .spec import DecoderSpec
 from .weights.layer_weights import LayerWeights
 from .weights.packing import Vector
@@ -25,6 +25,11 @@ def normed_rows(
     if spec.norm_kind == "rms":
         return builder.norm(x, norm, spec.norm_eps, form)
     return builder.norm_rows(x, spec.norm_kind, norm, bias, spec.norm_eps, form)
+
+
+def rows_form(builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, weight: PackedMatrix) -> RowForm:
+    """Return the form in which `normed_rows` gives a linear layer its input."""
+    return input_form(weight) if norm is not None and spec.norm_kind == "rms" else builder.form_of(weight)
 
 
 def add_branch(

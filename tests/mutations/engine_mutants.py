@@ -1161,7 +1161,7 @@ MUTANTS = [
     ),
     Mutant(
         INPUT,
-        "request.tenant, has_own_grammar, budget)",
+        "request.tenant, has_own_grammar, budget, adapter)",
         '"", has_own_grammar, budget)',
         "grammars are not counted for a tenant",
         INPUT_TESTS,

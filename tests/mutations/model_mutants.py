@@ -141,15 +141,15 @@ MUTANTS = [
     ),
     Mutant(
         PAIRED_ROWS,
-        "unit = lcm(self._pairs[name.removesuffix(SORTED)].head_dim, 32)",
+        "unit = lcm(self.pairs[name.removesuffix(SORTED)].head_dim, 32)",
         "unit = 32",
         "rows of large matrices with heads of more than 32 are mixed up between two reads",
         PACKING_TESTS,
     ),
     Mutant(
         PAIRED_ROWS,
-        "heads[:, pairs.first : pairs.first + pairs.rotated]\n",
-        "heads[:, pairs.first :]\n",
+        "heads[:, self.first : self.first + self.rotated]\n",
+        "heads[:, self.first :]\n",
         "a head that is rotated in part has its other rows in the order of rotated ones",
         GOLDEN_TESTS,
     ),

@@ -858,14 +858,14 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/http/served_models.py",
-        'if task == "vectors" and name == self.main:',
+        'if task == "vectors" and name != self.encoder:',
         "if False:",
         "vectors of the generating model's name are those of another model",
         EMBEDDINGS,
     ),
     Mutant(
         "runtime/server/openai/tokens.py",
-        'return self._models.check(fields, "any") != self._models.main',
+        "return name == self._models.encoder and name != self._models.main",
         "return False",
         "tokens of the embedding model are those of the generating model",
         EMBEDDINGS,
@@ -1103,8 +1103,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/http/served_models.py",
-        "return (self.main,) if self.encoder == self.main else (self.main, self.encoder)",
-        "return (self.main, self.encoder)",
+        "return own if self.encoder == self.main else (*own, self.encoder)",
+        "return (*own, self.encoder)",
         "two models of one name are listed twice",
         "tests/system/test_embeddings.py",
     ),

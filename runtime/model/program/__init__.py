@@ -4,7 +4,19 @@ from .attention import HeadWeights
 from .builder import ProgramBuilder
 from .latent import LatentHeads
 from .recurrence import Recurrence
-from .values import F32, Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RowForm, Value, input_form
+from .values import (
+    F32,
+    Heads,
+    Logits,
+    LoraTarget,
+    LoraTargets,
+    NormedValue,
+    PlacedValue,
+    ProgramPlan,
+    RowForm,
+    Value,
+    input_form,
+)
 
 __all__ = [
     "F32",
@@ -12,6 +24,8 @@ __all__ = [
     "Heads",
     "LatentHeads",
     "Logits",
+    "LoraTarget",
+    "LoraTargets",
     "NormedValue",
     "PlacedValue",
     "ProgramBuilder",

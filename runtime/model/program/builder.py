@@ -28,6 +28,7 @@ from ....kernels.ops import (
     HeadLinear,
     KVDtype,
     Linear,
+    LoraShrink,
     Normed,
     NormKind,
     NormRows,
@@ -49,7 +50,20 @@ from .attention import HeadWeights, ephemeral_attention, paged_attention
 from .latent import LatentHeads, latent_attention
 from .recorder import OpRecorder
 from .recurrence import Recurrence, recurrence
-from .values import F32, Heads, Logits, NormedValue, RoutingValue, RowForm, Value, Vector, multiplied_form
+from .values import (
+    F32,
+    Heads,
+    Logits,
+    LoraTargets,
+    LoraValue,
+    NormedValue,
+    RoutingValue,
+    RowForm,
+    Value,
+    Vector,
+    input_form,
+    multiplied_form,
+)
 
 AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
 
@@ -57,14 +71,19 @@ AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
 class ProgramBuilder(OpRecorder):
     """Adds the layers of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample.
 
-    With `ephemeral`, attention has no pages: keys and values have this dtype and are in the arena.
+    With `ephemeral`, attention has no pages: keys and values have this dtype and are in the arena. Adapters may change
+    the layers in `lora`.
     """
 
-    def __init__(self, max_tokens: int, max_samples: int, ephemeral: KVDtype | None = None) -> None:
+    def __init__(
+        self, max_tokens: int, max_samples: int, ephemeral: KVDtype | None = None, lora: LoraTargets | None = None
+    ) -> None:
         super().__init__()
         self.max_tokens = max_tokens
         self.max_samples = max_samples
         self.ephemeral = ephemeral
+        self._lora = lora or LoraTargets()
+        self._norm_inputs: dict[int, Value] = {}  # normed rows -> the rows before the norm
         self._keys_values: tuple[Value, EphemeralPages] | None = None  # keys and values of every layer in turn
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
@@ -105,6 +124,7 @@ class ProgramBuilder(OpRecorder):
             weight,
             eps,
         )
+        self._norm_inputs[out.data.index] = x
         write = self._emit[writer]
         self._emit[writer] = lambda at: _with_norm(write(at), out.placed(at))
         return out
@@ -174,9 +194,9 @@ class ProgramBuilder(OpRecorder):
         self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, name: str, scale: float = 1.0
     ) -> Value:
         """Compute (x @ weight.T + bias) * scale, f32 [rows, out_features]."""
-        x = self._in_order(x, weight)
+        x, lora = self._adapted(x, weight, scale)
         out = self._value(name, x.rows, weight.out_features, "f32")
-        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store", scale=scale))
+        self._add_linear(x, weight, bias, out, "store", scale, lora)
         return out
 
     def linear_f32(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
@@ -190,9 +210,9 @@ class ProgramBuilder(OpRecorder):
         self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value, scale: float = 1.0
     ) -> None:
         """Add (x @ weight.T + bias) * scale to `residual`, in place."""
-        x = self._in_order(x, weight)
+        x, lora = self._adapted(x, weight, scale)
         self._norm_writers[residual.index] = len(self._emit)
-        self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add", scale=scale))
+        self._add_linear(x, weight, bias, residual, "add", scale, lora)
 
     def add_given(self, residual: Value, level: int) -> None:
         """Add a level, from 1, of the rows that the step provides in place of embeddings to `residual`, in place."""
@@ -229,9 +249,9 @@ class ProgramBuilder(OpRecorder):
 
         With a gated epilogue, the weight alternates 16 columns of gate and 16 of up, and the result is their product.
         """
-        x = self._in_order(x, weight)
+        x, lora = self._adapted(x, weight, scale)
         out = self._value("activated", x.rows, columns, form.dtype, group=form.group)
-        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue, scale=scale))
+        self._add_linear(x, weight, bias, out, epilogue, scale, lora)
         return out
 
     def route(
@@ -488,6 +508,51 @@ class ProgramBuilder(OpRecorder):
             ),
         )
         return Logits(values, maxima)
+
+    def form_of(self, weight: PackedMatrix) -> RowForm:
+        """Return the form of a linear layer's input that no RMS norm precedes: f32 if adapters read the rows, too."""
+        return input_form(weight) if self._lora.number(weight) is None else F32
+
+    def _add_linear(
+        self,
+        x: Value | NormedValue,
+        weight: PackedMatrix,
+        bias: Vector | None,
+        out: Value,
+        epilogue: Epilogue,
+        scale: float,
+        lora: LoraValue | None,
+    ) -> None:
+        self._add(
+            [*x.parts, out] if lora is None else [*x.parts, out, lora.rows],
+            lambda at: Linear(
+                x.placed(at),
+                weight,
+                bias,
+                out.placed(at),
+                epilogue,
+                scale=scale,
+                lora=None if lora is None else lora.placed(at),
+            ),
+        )
+
+    def _adapted(self, x: AnyValue, weight: PackedMatrix, scale: float) -> tuple[AnyValue, LoraValue | None]:
+        """Return `x` as the weight multiplies it; first emit the products of adapters with `x`, if there are any."""
+        target = self._lora.number(weight)
+        if target is None:
+            return self._in_order(x, weight), None
+        rows = self._value("adapter rows", x.rows, self._lora.ranks(target), "f32")
+        normed = x if isinstance(x, NormedValue) else None
+        source = x if isinstance(x, Value) else self._norm_inputs[x.data.index]
+        self._add(
+            [source, *x.parts, rows],
+            lambda at: LoraShrink(
+                source.placed(at), None if normed is None else normed.placed(at), target, rows.placed(at), scale
+            ),
+        )
+        if isinstance(x, Value) and weight.input_order is None:
+            x = self.convert(x, input_form(weight))
+        return self._in_order(x, weight), LoraValue(target, rows)
 
     def _in_order(self, x: AnyValue, weight: PackedMatrix) -> AnyValue:
         """Return `x` with its columns in the order of the weight's inputs, in the dtype that the weight multiplies."""

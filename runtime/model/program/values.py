@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.ops import INPUT_DTYPES, DType, HeadNorm, Normed, Op, Region, Routing, StoredDtype
+from ....kernels.ops import INPUT_DTYPES, DType, HeadNorm, Lora, Normed, Op, Region, Routing, StoredDtype
 from ....kernels.pack import PackedMatrix
 
 Vector = npt.NDArray[np.float32]
@@ -81,6 +81,40 @@ class NormedValue:
 
     def placed(self, regions: Sequence[Region]) -> Normed:
         return Normed(self.data.placed(regions), self.squares.placed(regions), self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTarget:
+    """A linear layer that adapters may change."""
+
+    weight: PackedMatrix
+    ranks: int  # columns of A x for all parts of the layer
+
+
+class LoraTargets:
+    """The linear layers of a program that adapters may change, numbered in order."""
+
+    def __init__(self, targets: Sequence[LoraTarget] = ()) -> None:
+        self._targets = tuple(targets)
+        self._numbers = {id(target.weight): number for number, target in enumerate(targets)}
+
+    def number(self, weight: PackedMatrix) -> int | None:
+        """Return the number of the layer with this weight; None if adapters do not change the layer."""
+        return self._numbers.get(id(weight))
+
+    def ranks(self, number: int) -> int:
+        return self._targets[number].ranks
+
+
+@dataclass(frozen=True, slots=True)
+class LoraValue:
+    """A `kernels.ops.Lora` before it is placed."""
+
+    target: int
+    rows: Value
+
+    def placed(self, regions: Sequence[Region]) -> Lora:
+        return Lora(self.target, self.rows.placed(regions))
 
 
 @dataclass(frozen=True, slots=True)

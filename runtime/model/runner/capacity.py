@@ -21,6 +21,7 @@ from ...common.memory import free_memory_bytes
 from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
 from ..files import model_path
+from ..lora import LoraLayout, plan_lora
 from ..states import StateLayout, lay_out_states
 from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
@@ -46,6 +47,7 @@ class Capacity:
     isa: str
     tune: TuneMode
     memory: MemoryPlan
+    lora: LoraLayout | None = None  # layers that adapters may change
 
     def open_states(self, copy: Callable[[int, int], None] | None = None) -> StatePool | None:
         """Return a pool of the slots for states, which `copy` copies; None for a model without states."""
@@ -62,6 +64,9 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     images = _tower_memory(config, cpus.threads)
     other_bytes = 0 if encoder is None else encoder.memory.total_bytes
     other_bytes += 0 if images is None else images.total_bytes
+    lora = plan_lora(spec, config.weights, config.max_lora_rank, len(config.lora)) if config.lora else None
+    lora_bytes = 0 if lora is None else config.lora_memory or lora.slots * lora.adapter_nbytes()
+    other_bytes += lora_bytes
     states = lay_out_states(spec, config.num_speculative_tokens, config.state_dtype)
     kv_bytes = _kv_bytes(config, other_bytes)
     num_cached_states = _num_cached_states(config, states, kv_bytes - config.max_num_seqs * states.nbytes)
@@ -83,6 +88,8 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         num_states=num_states,
         encoder=None if encoder is None else encoder.memory,
         images=images,
+        lora=lora,
+        lora_bytes=lora_bytes,
     )
     isa = pick_isa(config)
     tune = pick_tune_mode(config)
@@ -99,6 +106,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         isa,
         tune,
         memory,
+        lora,
     )
 
 

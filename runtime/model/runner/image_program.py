@@ -25,9 +25,20 @@ class ImageProgram:
     """One program of a tower, for the rows of one image at a time. The constructor takes its memory."""
 
     def __init__(self, plan: ProgramPlan, max_rows: int, max_texts: int, vocab_size: int, pool: Pool, isa: str) -> None:
-        sizes = {"max_rows": max_rows, "max_samples": max_texts, "max_sequences": max_texts, "vocab_size": vocab_size}
         try:
-            self._program = Program(plan.ops, plan.arena_bytes, None, None, 0, pool, isa=isa, **sizes)
+            self._program = Program(
+                plan.ops,
+                plan.arena_bytes,
+                None,
+                None,
+                0,
+                pool,
+                max_rows=max_rows,
+                max_samples=max_texts,
+                max_sequences=max_texts,
+                vocab_size=vocab_size,
+                isa=isa,
+            )
         except MemoryError as error:
             raise ConfigError(
                 f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "

@@ -10,23 +10,26 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ....kernels import Pool, Program, Sampler
+from ....kernels.lora import LoraTable
 from ....kernels.ops import Attention, Linear, Op, padded
 from ....pager import KVArena, OutOfMemory, images_between
 from ....scheduler.plan import PlacedImage, SampledToken, ScheduledSequence, StepPlan, StepResult
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
+from ...common.types import SamplingParams
 from .. import DecoderSpec, PackedModel, model_path, pack_model, read_spec
 from ..vision import DynamicVisionSpec, PackedTower, VisionSpec, pack_tower, read_vision
+from .adapters import Adapters
 from .capacity import Capacity, decide_capacity
 from .image_positions import ImagePositions
 from .image_runner import ImageRunner
-from .sampling import AllowedTokens, Masks, sampling_rows
+from .sampling import AllowedTokens, Masks, SamplingSpec, sampling_rows
 from .trials import decoder_trials
 from .tuned import tune
 from .tuning import Choices, Effort, Times, Trial, time_functions
@@ -81,7 +84,9 @@ class ModelRunner:
             max_tokens=self.max_rows,
             max_samples=capacity.max_num_samples,
             states=self.state_layout,
+            lora=capacity.lora,
         )
+        table = None if capacity.lora is None else LoraTable(capacity.lora.slots, capacity.lora.widths())
         self.ops = plan.ops
         self.pool = pool = Pool(capacity.cpus.threads)
         try:
@@ -98,6 +103,7 @@ class ModelRunner:
                 vocab_size=self.spec.vocab_size,
                 isa=capacity.isa,
                 num_states=capacity.num_states,
+                lora=table,
             )
             stride = padded(self.spec.vocab_size)
             self._sampler = Sampler(self.spec.vocab_size, stride, capacity.max_num_samples, pool, capacity.isa)
@@ -107,6 +113,11 @@ class ModelRunner:
                 f"{plan.arena_bytes:,} bytes, which the system does not give; lower max_num_batched_tokens and "
                 "max_num_seqs"
             ) from error
+        self.adapters = None
+        self.adapter_keys: dict[str, str] = {}  # name -> key
+        if capacity.lora is not None and table is not None:
+            self.adapters = Adapters(capacity.lora, table, plan.ops, model.pairs, capacity.memory.lora_bytes)
+            self.adapter_keys = {name: self.adapters.load(name, path) for name, path in config.lora.items()}
         self.images = None if tower is None else ImageRunner(tower, config.image_cache_memory, pool, capacity.isa)
         self._positions = None if tower is None else _image_positions(model.spec, tower.spec, plan.ops)
         self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
@@ -142,14 +153,16 @@ class ModelRunner:
         end: int | None = None,
         *,
         state: int = 0,
+        adapter: str = "",
     ) -> Floats:
         """Return the logits [num_samples, vocab] after each of the `num_samples` tokens before token_ids[end].
 
         `tables` are page ids, one table for each layer group; `images` are all of the sequence, in order; `state`
-        is the slot of its state. The result is a view that the next call overwrites.
+        is the slot of its state, `adapter` the key of its adapter. The result is a view that the next call overwrites.
         """
+        sampling = SamplingSpec(SamplingParams(), 0, frozenset(), adapter=adapter)
         sequence = ScheduledSequence(
-            0, tables, first_position, token_ids, num_samples, None, token_ids, 0, state=max(state, 0)
+            0, tables, first_position, token_ids, num_samples, sampling, token_ids, 0, state=max(state, 0)
         )
         seen = images_between(images, first_position, first_position + len(token_ids))
         end = len(token_ids) if end is None else end
@@ -217,6 +230,10 @@ class ModelRunner:
         if self.images is not None:
             given_of, given = self.images.embeddings(sequences) or (None, None)
             last_seen = self.images.last_seen(sequences)
+        adapters = None
+        if self.adapters is not None:
+            keys = [cast(SamplingSpec, sequence.sampling).adapter for sequence in sequences]
+            adapters = self.adapters.rows(keys, [len(sequence.token_ids) for sequence in sequences])
         rotary = None if self._positions is None else self._positions.rotary(sequences)
         self._program.run(
             np.fromiter(token_ids, np.int32, int(row_start[-1])),
@@ -230,6 +247,7 @@ class ModelRunner:
             rotary,
             last_seen,
             np.array([sequence.state for sequence in sequences], np.int32) if self.state_layout.nbytes else None,
+            adapters=adapters,
         )
 
     def _sample(self, sequences: Sequence[ScheduledSequence], allowed: AllowedTokens) -> tuple[SampledToken, ...]:

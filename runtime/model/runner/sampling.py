@@ -37,6 +37,7 @@ class SamplingSpec:
     tenant: str = ""
     has_own_grammar: bool = False  # a grammar of tool calls without a client's rules: it is never ambiguous
     reasoning: ReasoningBudget | None = None  # None: reasoning has no limit
+    adapter: str = ""  # key of the adapter that changes the model; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class _Packer:
         for part in parts:
             values = self._checkpoint.tensor(part.tensor).reshape(-1)[part.rows]
             check_numbers(values, self._checkpoint.dtype(part.tensor), part.tensor, self._checkpoint.path)
-            out[_columns(part, len(values))] = as_f32(values) + np.float32(offset)
+            out[columns_of(part, len(values))] = as_f32(values) + np.float32(offset)
         return out
 
 
@@ -232,7 +232,7 @@ def fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: in
         matrix.fill_blocks(rows, kind, start, interleave)
 
 
-def _columns(part: Part, count: int) -> npt.NDArray[np.int64] | slice:
+def columns_of(part: Part, count: int) -> npt.NDArray[np.int64] | slice:
     """Return the columns of a bias's values, in the order in which `PackedMatrix.fill` places the weight's rows."""
     if part.interleave is None:
         return slice(part.start, part.start + count)

@@ -34,6 +34,14 @@ class Pairs:
     is_vector: bool = False
     first: int = 0
 
+    def places(self, num_rows: int) -> npt.NDArray[np.intp]:
+        """Return the place of each stored row."""
+        places = np.arange(num_rows)
+        heads = places[: self.rows].reshape(-1, self.head_dim)
+        rotated = heads[:, self.first : self.first + self.rotated]
+        rotated[:] = rotated.reshape(-1, 2, self.rotated // 2).swapaxes(1, 2).reshape(rotated.shape)
+        return places
+
 
 class PairedRows:
     """The tensors of `stored`, with the rows of `pairs` half a rotated part apart: name -> pairs. See `Checkpoint`."""
@@ -43,7 +51,7 @@ class PairedRows:
         self.config_name: str = stored.config_name
         self.matrix_dtypes: Collection[str] = stored.matrix_dtypes
         self._stored = stored
-        self._pairs = pairs
+        self.pairs = pairs
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
@@ -75,7 +83,7 @@ class PairedRows:
             yield from self._stored.chunks(name, rows, num_rows)
             return
         wanted = range(prod(self.shape(name)[:-1]))[rows]
-        unit = lcm(self._pairs[name.removesuffix(SORTED)].head_dim, 32)
+        unit = lcm(self.pairs[name.removesuffix(SORTED)].head_dim, 32)
         num_rows = max(num_rows // unit, 1) * unit
         for first in range(wanted.start, wanted.stop, num_rows):
             stop = min(first + num_rows, wanted.stop)
@@ -84,15 +92,11 @@ class PairedRows:
 
     def _places(self, name: str) -> npt.NDArray[np.intp] | None:
         """Return the place of each stored row; None if the order is the same."""
-        pairs = self._pairs.get(name.removesuffix(SORTED))
+        pairs = self.pairs.get(name.removesuffix(SORTED))
         if pairs is None:
             return None
         shape = self.shape(name)
-        places = np.arange(prod(shape) if pairs.is_vector else shape[0])
-        heads = places[: pairs.rows].reshape(-1, pairs.head_dim)
-        rotated = heads[:, pairs.first : pairs.first + pairs.rotated]
-        rotated[:] = rotated.reshape(-1, 2, pairs.rotated // 2).swapaxes(1, 2).reshape(rotated.shape)
-        return places
+        return pairs.places(prod(shape) if pairs.is_vector else shape[0])
 
 
 def neighboring_pairs(spec: DecoderSpec) -> dict[str, Pairs]:

@@ -53,15 +53,16 @@ class SafetensorsCheckpoint:
 
     The tensors of a model with images are found by their names in a model without images.
 
-    Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file is invalid, MissingTensor when
-    a shard does not have a tensor of the index.
+    With `file`, the tensors are those of this file in the folder. Raises ModelNotFound without a folder or weights in
+    it, CorruptCheckpoint when a file is invalid, MissingTensor when a shard does not have a tensor of the index.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, file: str | None = None) -> None:
         self.path = Path(folder)
         self.config_name = "config.json"
         self.matrix_dtypes: Collection[str] = READABLE
-        self._stored = {_text_name(name): stored for name, stored in _open_folder(self.path).items()}
+        found = _open_folder(self.path) if file is None else _open_file(self.path / file)
+        self._stored = {text_name(name): stored for name, stored in found.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
@@ -121,7 +122,7 @@ class SafetensorsCheckpoint:
         return stored
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """Return a tensor's name in a model without images."""
     found = _LANGUAGE_MODEL.fullmatch(name)
     if found is None:

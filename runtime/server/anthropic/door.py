@@ -12,6 +12,7 @@ import msgspec
 
 from ...common.prompts import shown
 from ..app_context import AppContext
+from ..http.calls import with_adapter
 from ..http.errors import BadRequest, DoorForm, HTTPAnswer
 from ..http.fields import Fields
 from ..http.json_body import BodyReader
@@ -70,8 +71,11 @@ class AnthropicDoor:
             fields = await self._fields(cycle)
             num_bytes += await self._reader.fetch_images(fields, cycle.authenticated.name)
             read = partial(message_call, fields, self._context.engine.info, cycle.authenticated.name)
+            name = fields.values.get("model", "")
             call = await self._reader.bodies.read(cycle.authenticated.name, num_bytes, read)
-        answering = answer_call(cycle, call, MessageFormat(call, self._model, self._vocabulary), self._context)
+            call = with_adapter(call, name, self._context.engine.info)
+        form = MessageFormat(call, call.model or self._model, self._vocabulary)
+        answering = answer_call(cycle, call, form, self._context)
         del call, fields, read  # the objects hold the prompt
         await answering
 
@@ -114,7 +118,8 @@ class AnthropicDoor:
 
     def _card(self, name: str) -> dict[str, object]:
         info = self._context.engine.info
-        length = info.max_model_len if name == self._model or info.encoder is None else info.encoder.max_model_len
+        is_own = name == self._model or name in info.adapters
+        length = info.max_model_len if is_own or info.encoder is None else info.encoder.max_model_len
         return {
             "type": "model",
             "id": name,

@@ -46,6 +46,7 @@ class Call:
     shows_tokens_as_ids: bool = False  # logprobs name tokens by their ids
     shows_stop_reason: bool = False
     cached_page_size: int = 0  # tokens of a page that stays in the cache, if the request asks for it
+    model: str = ""  # name of the adapter that computes the answer; empty: none
     shows_usage_so_far: bool = False  # each event of a stream has the usage so far
     name: str = field(default_factory=lambda: secrets.token_hex(16))  # name in the ids of the answer
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -63,6 +64,14 @@ def as_batch_line(call: Call, name: str) -> Call:
     """Return the call of a batch's line: in the lowest priority class, and with the line's `name` unless it is kept."""
     requests = tuple(msgspec.structs.replace(each, priority=MAX_PRIORITY) for each in call.requests)
     return replace(call, requests=requests, name=call.name if call.store else name)
+
+
+def with_adapter(call: Call, name: str, info: EngineInfo) -> Call:
+    """Return a call with the adapter that a body's `model` names; the same call if it names the model."""
+    if name not in info.adapters:
+        return call
+    requests = tuple(msgspec.structs.replace(request, lora=name) for request in call.requests)
+    return replace(call, requests=requests, model=name)
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:

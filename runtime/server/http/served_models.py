@@ -12,7 +12,7 @@ Task = Literal["text", "vectors", "any"]  # model that a request needs; scores c
 
 
 class ServedModels:
-    """The names of the served model, and of an embedding model with another name."""
+    """The names of the served model, of its adapters, and of an embedding model with another name."""
 
     def __init__(self, name: str, engine: EngineFacade) -> None:
         self.main = name
@@ -26,7 +26,8 @@ class ServedModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.main,) if self.encoder == self.main else (self.main, self.encoder)
+        own = tuple(dict.fromkeys((self.main, *self._engine.info.adapters)))
+        return own if self.encoder == self.main else (*own, self.encoder)
 
     def check(self, fields: Fields, task: Task) -> str:
         """Return the name of the model in a body. Raises BadRequest for a model that cannot do the task."""
@@ -46,6 +47,6 @@ class ServedModels:
             raise BadRequest(
                 f"the model {name!r} {makes} only, and generates no text; {self.main!r} generates text", "model"
             )
-        if task == "vectors" and name == self.main:
+        if task == "vectors" and name != self.encoder:
             raise BadRequest(f"the model {name!r} generates text only; {self.encoder!r} {makes}", "model")
         return name

@@ -185,7 +185,7 @@ class OpenAIDoor:
         playback = Playback(cycle, call, self._context.engine)
         playback.submit(self._context.requests)
         # The engine has checked the number of choices.
-        form = endpoint.form_class(call, self._model, self._vocabulary)
+        form = endpoint.form_class(call, call.model or self._model, self._vocabulary)
         return playback.run((EventWriter if call.stream else BodyWriter)(cycle, form))
 
     async def _embed(
@@ -236,7 +236,10 @@ class OpenAIDoor:
         cycle.respond(_json(self._model_card(name)))
 
     def _model_card(self, name: str) -> dict[str, object]:
-        return model_card(name, self._context.engine.info, self._started, is_main=name == self._model)
+        info = self._context.engine.info
+        if name in info.adapters and name != self._model:
+            return {**model_card(self._model, info, self._started, is_main=True), "id": name, "parent": self._model}
+        return model_card(name, info, self._started, is_main=name == self._model)
 
     async def _page_settings(self, cycle: RequestCycle) -> None:
         """Answer with the sampling parameters that the page sends unless its user sets others."""
@@ -245,7 +248,7 @@ class OpenAIDoor:
 
 def _read_call(endpoint: Endpoint, fields: Fields, info: EngineInfo, tenant: str) -> tuple[ToStore | None, Call]:
     """Return the data to keep of a stored request, and its call. Raises InvalidRequest."""
-    return endpoint.to_store(fields), endpoint.read_call(fields, info, tenant)
+    return endpoint.to_store(fields), endpoint.read(fields, info, tenant)
 
 
 async def _send_file(file: PageFile, cycle: RequestCycle) -> None:

@@ -26,7 +26,7 @@ from ...common.types import Usage
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
 from ..http.answer_writers import AnswerWriter, BodyWriter, EventWriter
-from ..http.calls import Call
+from ..http.calls import Call, with_adapter
 from ..http.errors import BadRequest, HTTPAnswer
 from ..http.fields import Fields
 from ..http.formats import Format
@@ -67,6 +67,11 @@ class Endpoint(NamedTuple):
     @property
     def id_prefix(self) -> str:
         return self.form_class.id_prefix.decode()
+
+    def read(self, fields: Fields, info: EngineInfo, tenant: str) -> Call:
+        """Return the call of a body, with the adapter that its `model` names. Raises InvalidRequest."""
+        name = fields.values.get("model", "")
+        return with_adapter(self.read_call(fields, info, tenant), name, info)
 
     def to_store(self, fields: Fields) -> ToStore | None:
         """Return the data to keep of a stored request, before `read_call` changes the fields."""
@@ -268,7 +273,7 @@ class KeptRequests:
         """Return the call of a stored output, and the form of its answer."""
         info = self._engine.info
         tenant = entry.log.tenant
-        call = await self._read(entry, lambda values: endpoint.read_call(Fields(values), info, tenant))
+        call = await self._read(entry, lambda values: endpoint.read(Fields(values), info, tenant))
         return call, self._form(endpoint, call, entry.log)
 
     async def _read(self, entry: StoredEntry, read: Callable[[dict[str, Any]], T]) -> T:
@@ -278,7 +283,7 @@ class KeptRequests:
 
     def _form(self, endpoint: Endpoint, call: Call, log: OutputLog) -> Format:
         named = replace(call, name=log.name, created_s=log.created_s)
-        return endpoint.form_class(named, self._model, self._vocabulary)
+        return endpoint.form_class(named, call.model or self._model, self._vocabulary)
 
 
 def idempotency_key(headers: Mapping[str, bytes]) -> str | None:

@@ -97,7 +97,8 @@ class TokenAnswers:
 
     def _is_of_encoder(self, fields: Fields) -> bool:
         """Return whether the body names a separate embedding model."""
-        return self._models.check(fields, "any") != self._models.main
+        name = self._models.check(fields, "any")
+        return name == self._models.encoder and name != self._models.main
 
     async def _tokens_of_prompt(self, fields: Fields, tenant: str, *, of_encoder: bool) -> tuple[int, ...]:
         """Return the token ids of the text in `prompt`. Raises BadRequest or a refusal."""

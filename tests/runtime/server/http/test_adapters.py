@@ -1,0 +1,37 @@
+"""A request's `model` selects an adapter, whose name the answer has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from quire.runtime.server.http.errors import BadRequest
+from quire.runtime.server.http.fields import Fields
+from quire.runtime.server.http.served_models import ServedModels
+from quire.runtime.server.openai.api import CHAT_ENDPOINT, COMPLETION_ENDPOINT
+
+from tests.support.samples import INFO
+
+ADAPTED = msgspec.structs.replace(INFO, encoder=None, adapters={"sql": "sql@00", "chat": "chat@11"})
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def models() -> ServedModels:
+    return ServedModels("base", cast(Any, SimpleNamespace(info=ADAPTED)))
+
+
+def test_adapters_are_listed_after_the_model_and_known_by_name():
+    assert models().names == ("base", "sql", "chat")
+    assert [models().check(Fields({"model": name}), "text") for name in ("base", "sql")] == ["base", "sql"]
+    with pytest.raises(BadRequest, match="'b' does not exist here; this server has 'base' and 'sql' and 'chat'"):
+        models().check(Fields({"model": "b"}), "text")
+
+
+@pytest.mark.parametrize(("endpoint", "body"), [(CHAT_ENDPOINT, CHAT), (COMPLETION_ENDPOINT, {"prompt": ["a", "b"]})])
+def test_the_model_of_a_body_is_the_adapter_of_all_its_requests(endpoint, body):
+    call = endpoint.read(Fields({"model": "sql", **body}), ADAPTED, "t")
+    assert (call.model, {request.lora for request in call.requests}) == ("sql", {"sql"})
+    plain = endpoint.read(Fields({"model": "base", **body}), ADAPTED, "t")
+    assert (plain.model, {request.lora for request in plain.requests}) == ("", {""})
