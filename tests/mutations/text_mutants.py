@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         ABILITIES,
-        'return not shows({ONE: "a"}) and shows(json.dumps({ONE: "a"}))',
+        'return not shows({TWO: "a"}) and shows(json.dumps({TWO: "a"}))',
         "return False",
         "templates that join arguments to texts refuse every chat with tool calls",
     ),
