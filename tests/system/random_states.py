@@ -43,7 +43,7 @@ FAMILIES = tuple(name for name in WITH_STATES if not name.endswith("_images"))
 LEVELS = supported_levels()
 CHUNKS = (None, 1, 7, 33, 512)
 VOCAB = 150  # ids of prompts, within the vocabulary of every golden
-MAX_LENGTH = 256  # least context length of a golden
+MAX_LENGTH = 160  # tokens of a sequence
 COUNTED = ("preemptions", "preemptions_spilled", "accepted_draft_tokens", "state_hits")
 
 
@@ -85,8 +85,8 @@ def random_changes(rng: random.Random, family: str) -> dict[str, Any]:
 def random_requests(rng: random.Random) -> list[GenerateRequest]:
     """Return requests of all kinds; some begin as earlier ones do."""
     requests: list[GenerateRequest] = []
-    for index in range(rng.randint(4, 10)):
-        length = rng.choice([rng.randint(1, 20), rng.randint(20, 90), rng.randint(90, 150)])
+    for index in range(rng.randint(12, 18)):
+        length = rng.choice([rng.randint(1, 20), rng.randint(20, 64), 64])
         tokens = prompt(length, rng.randrange(1 << 20), VOCAB)
         if rng.random() < 0.3:
             tokens = tuple(rng.choices(range(4, VOCAB), k=rng.randint(1, 6))) * 40
@@ -94,7 +94,7 @@ def random_requests(rng: random.Random) -> list[GenerateRequest]:
             earlier = rng.choice(requests).prompt
             assert not isinstance(earlier, str)
             tokens = (*earlier[: rng.randint(1, len(earlier))], *tokens[:20])
-        params: dict[str, Any] = {"max_tokens": rng.choice([1, 6, 20, 40]), "temperature": 0.8, "seed": index}
+        params: dict[str, Any] = {"max_tokens": rng.choice([1, 6, 30, 40]), "temperature": 0.8, "seed": index}
         kind = rng.random()
         if kind < 0.15:
             params = {"max_tokens": rng.randint(4, 20), "beam_width": 3, "n": 2, "logprobs": 0}
@@ -104,18 +104,18 @@ def random_requests(rng: random.Random) -> list[GenerateRequest]:
             params |= {"logit_bias": {token: rng.choice([7.0, 12.0]) for token in tokens[:4]}}
         elif kind < 0.7:
             params |= {"temperature": 0.0, "repetition_penalty": 1.2}
-        requests.append(asked(tokens[:150], **params))
+        requests.append(asked(tokens[:64], **params))
     return requests
 
 
 def random_settings(rng: random.Random, model: Path, fixed: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of an engine; half of them have a pool that is too small for the requests."""
+    """Return settings of an engine; most of them have a pool that is too small for the requests."""
     drafts = rng.choice([0, 0, 1, 2, 4])
     settings: dict[str, Any] = {
         "chunk": rng.choice(CHUNKS),
         "threads": rng.choice([1, 2, 3]),
         "num_speculative_tokens": drafts,
-        "max_num_seqs": rng.choice([4, 12, 32]),
+        "max_num_seqs": rng.choice([4, 20, 32]),
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "state_interval": rng.choice([None, 32, 64]),
         "max_num_batched_tokens": rng.choice([32, 100, 512]),
@@ -124,7 +124,7 @@ def random_settings(rng: random.Random, model: Path, fixed: dict[str, Any]) -> d
     spec = read_spec(model)
     state_bytes = lay_out_states(spec, drafts, fixed["state_dtype"]).nbytes
     kept = rng.choice([0, 1, 3, 40])
-    pages = rng.choice([36, 36, 60, 400])
+    pages = rng.choice([14, 14, 16, 400])
     page_bytes = kv_layout(spec, fixed["kv_cache_dtype"], 32).page_bytes
     settings["state_cache_memory"] = kept * state_bytes
     settings["kv_cache_memory"] = (settings["max_num_seqs"] + kept) * state_bytes + pages * page_bytes
