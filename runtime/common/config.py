@@ -194,8 +194,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser: Annotated[
         ToolCallParser,
         _memory(
-            "How the model writes tool calls: the name of a family. auto: as its chat template says; none: it writes "
-            "none."
+            "How the model writes tool calls: the name of a family. auto: as its chat template says, or else as the "
+            "prompt describes; none: it writes none."
         ),
     ] = "auto"
     chat_template: Annotated[

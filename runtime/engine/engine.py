@@ -73,6 +73,7 @@ class Engine(Generic[CoreT]):
             chat_problem=text_processor.chat_problem,
             default_sampling=text_processor.default_sampling,
             max_images=0 if info.images is None or reader is None else reader.max_images,
+            has_tool_calls=text_processor.markup.calls is not None or text_processor.markup.channels,
             has_reasoning=self._reasoning is not None,
         )
         self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)

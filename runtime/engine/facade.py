@@ -226,6 +226,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     chat_problem: str = NO_TEMPLATE  # why chats are refused without a template
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
     max_images: int = 0  # images of one request; 0: the model takes no images
+    has_tool_calls: bool = False  # the model is offered tools, and its calls are read
     has_reasoning: bool = False  # the vocabulary has tokens that begin and end reasoning
 
 

@@ -461,8 +461,8 @@ MUTANTS = [
     ),
     Mutant(
         HISTORY,
-        'and abilities.result_role != "tool"',
-        "and False",
+        '    if result_role == "tool":',
+        "    if True:",
         "results of tools are left out by templates of three roles",
     ),
     Mutant(

@@ -315,13 +315,18 @@ async def test_a_schema_that_no_grammar_can_have_is_not_enforced(client: Client)
 
 
 async def test_a_template_without_tool_calls(client: Client) -> None:
-    async with client("plain", {"<|0|>": f"I look.\n{HERMES_CALLS}"}) as connected:
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+    """The model gets the tools and a generic syntax as text, unless the server is told otherwise."""
+    async with client("plain", {"<|0|>": f"I look.\n{HERMES_CALLS}"}, tool_call_parser="none") as connected:
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser is none"):
             await connected.chat.completions.create(
                 model="quire", messages=[{"role": "user", "content": "<|0|>"}], tools=TOOLS
             )
-    async with client("plain", {"<|0|>": f"I look.\n{HERMES_CALLS}"}, tool_call_parser="hermes") as connected:
+    async with client("plain", {"<|0|>": f"I look.\n{HERMES_CALLS}"}) as connected:
         assert calls(await ask(connected, "<|0|>", tools=TOOLS)) == [("weather", PARIS), ("time", "{}")]
+        named = await ask(
+            connected, "<|0|>", tools=BOUNDED, tool_choice=NAMED, parallel_tool_calls=False, max_tokens=400
+        )
+        assert [name for name, _ in calls(named)] == ["weather"]
         none = await connected.chat.completions.create(
             model="quire", messages=[{"role": "user", "content": "<|0|>"}], tools=[]
         )

@@ -31,7 +31,8 @@ class CallSyntax:
     """A list of calls: `begin`, calls with `separator` between them, `end`.
 
     A call is `open`, its tool's name, `middle`, its arguments, `close`. With `id_open`, this literal and an id of the
-    call may follow the name. A `bare` list may leave out `begin` where the answer begins with it.
+    call may follow the name. A `bare` list may leave out `begin` where the answer begins with it. A `generic` syntax is
+    not the chat template's: the system message describes it to the model, and earlier calls are text.
 
     A parameter is `key_open`, its name, `key_close`, its value, `value_close`; white space may follow it. Values are on
     lines of their own if `on_lines`. A text in the arguments of Gemma is between two `quote`.
@@ -44,6 +45,7 @@ class CallSyntax:
     separator: str = " "
     end: str = ""
     bare: bool = False
+    generic: bool = False
     arguments: ArgumentsForm = "json"
     id_open: str = ""
     key_open: str = ""
@@ -209,6 +211,8 @@ KNOWN_MARKUPS: dict[str, Markup] = {
     ),
     "openai": Markup(channels=True),
 }
+# The markup of models whose template shows no syntax of calls.
+GENERIC_MARKUP = Markup(calls=CallSyntax(f"<tool_call>{_NAME_FIRST}", _ARGUMENTS, " } </tool_call>", generic=True))
 
 Part = TypeVar("Part", Reasoning | None, CallSyntax | None)
 

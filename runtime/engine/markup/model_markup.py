@@ -14,7 +14,18 @@ from typing import Any
 
 import structlog
 
-from .markup import BRACKETS, COMMAND_THINKING, KNOWN_MARKUPS, SEED_THINK, THINK, THOUGHT, CallSyntax, Markup, Reasoning
+from .markup import (
+    BRACKETS,
+    COMMAND_THINKING,
+    GENERIC_MARKUP,
+    KNOWN_MARKUPS,
+    SEED_THINK,
+    THINK,
+    THOUGHT,
+    CallSyntax,
+    Markup,
+    Reasoning,
+)
 
 # Texts in the chat template of each family; the first family with all of them is the model's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -62,7 +73,8 @@ def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Map
     """Return the markup of the family `name`, or `auto`: of the model with this chat template and these special tokens.
 
     With `auto`, the markup of the model's tokenizer_config.json has precedence over the template's. Otherwise the
-    template always decides about reasoning. `none` has no tool calls.
+    template always decides about reasoning. `auto` has generic tool calls where the template shows none; `none` has no
+    tool calls.
     """
     markup = _family(name, template, tokens)
     if name == "auto" and not markup.channels:
@@ -73,8 +85,8 @@ def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Map
 def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
     if name == "auto":
         shown = [each for each, signs in _SIGNS if all(sign in template for sign in signs)]
-        name = next(iter([*shown, *(each for each, sign in _TOKEN_SIGNS.items() if sign in tokens)]), "none")
-    family = KNOWN_MARKUPS.get(name, Markup())
+        name = next(iter([*shown, *(each for each, sign in _TOKEN_SIGNS.items() if sign in tokens)]), name)
+    family = GENERIC_MARKUP if name == "auto" else KNOWN_MARKUPS.get(name, Markup())
     if family.channels:
         return family
     found = [

@@ -60,8 +60,8 @@ class ToolCalls:
             raise InvalidRequest("tool_choice: a call is required, but tools has no functions")
         if tools and not (markup.calls or markup.channels):
             raise InvalidRequest(
-                "tools: the chat template does not show how this model writes tool calls; serve it with "
-                f"--tool-call-parser and one of {', '.join(KNOWN_MARKUPS)}"
+                "tools: this server offers no tools to its model: --tool-call-parser is none; leave it out, or name "
+                f"one of {', '.join(KNOWN_MARKUPS)}"
             )
         self._has_tools = bool(tools)
         self._functions = {

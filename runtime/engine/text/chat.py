@@ -134,9 +134,10 @@ class ChatTemplate:
             chat = [chat_marks.message(each) for each in chat]
             offered = [chat_marks.value(each) for each in offered]
             given = {key: chat_marks.value(value, keeps_added=True) for key, value in given.items()}
-        template = self._template_for(chat, offered)
-        chat = adapted(chat, offered, self._abilities_of(template, bool(offered)), syntax)
-        text = self._run(template, chat, offered or None, given)
+        shown = [] if syntax is not None and syntax.generic else offered  # tools that the template writes itself
+        template = self._template_for(chat, shown)
+        chat = adapted(chat, offered, self._abilities_of(template, bool(shown)), syntax)
+        text = self._run(template, chat, shown or None, given)
         check_complete(chat, text)
         return RenderedChat(text) if chat_marks is None else chat_marks.rendered(text)
 

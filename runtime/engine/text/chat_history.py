@@ -16,7 +16,7 @@ from typing import Any
 from ...common.errors import InvalidRequest
 from ..markup.call_text import FUNCTION_TAG, call_example, calls_text
 from ..markup.markup import CallSyntax
-from .template_abilities import Abilities, with_parts
+from .template_abilities import Abilities, ToolsPlace, with_parts
 
 TOOLS_TEXT = "You can call these tools. Each line has a tool's name, and the JSON schema of its arguments:"
 CALL_TEXT = "To call a tool, write:"
@@ -35,12 +35,14 @@ def adapted(chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: 
     Raises InvalidRequest if the template cannot show the calls of earlier answers, TemplateTimeout.
     """
     has_calls = any(each.get("tool_calls") for each in chat)
+    is_generic = bool(tools) and syntax is not None and syntax.generic
     if has_calls:
-        chat = _with_calls(chat, abilities, syntax or FUNCTION_TAG)
-    if any(each.get("role") == "tool" for each in chat) and abilities.result_role != "tool":
-        chat = _with_other_results(chat, abilities)
-    if tools and abilities.tools_place != "variable":
-        chat = _with_tools_in_system(chat, tools, abilities, syntax)
+        as_text = is_generic or not abilities.reads_calls
+        chat = (_with_calls_as_text if as_text else _with_calls)(chat, abilities, syntax or FUNCTION_TAG)
+    if any(each.get("role") == "tool" for each in chat):
+        chat = _with_results(chat, "user" if is_generic else abilities.result_role)
+    if tools and (place := "text" if is_generic else abilities.tools_place) != "variable":
+        chat = _with_tools_in_system(chat, tools, place, syntax)
     if any(each.get("role") == "system" for each in chat):
         chat = _with_systems(chat, abilities)
     chat = _joined(chat, abilities)
@@ -63,8 +65,6 @@ def check_complete(chat: Chat, text: str) -> None:
 
 
 def _with_calls(chat: Chat, abilities: Abilities, syntax: CallSyntax) -> Chat:
-    if not abilities.reads_calls:
-        return [_with_calls_as_text(each, abilities, syntax) for each in chat]
     if not abilities.takes_any_id:
         chat = [_with_short_ids(each) for each in chat]
     if not abilities.takes_parallel_calls:
@@ -83,10 +83,14 @@ def _with_shown_calls(message: Message, abilities: Abilities, syntax: CallSyntax
         return [only_calls]
     if abilities.shows_calls_after_text:
         return [{key: value for key, value in message.items() if key != "tool_calls"}, only_calls]
-    return [_with_calls_as_text(message, abilities, syntax)]
+    return [_with_call_text(message, abilities, syntax)]
 
 
-def _with_calls_as_text(message: Message, abilities: Abilities, syntax: CallSyntax) -> Message:
+def _with_calls_as_text(chat: Chat, abilities: Abilities, syntax: CallSyntax) -> Chat:
+    return [_with_call_text(each, abilities, syntax) for each in chat]
+
+
+def _with_call_text(message: Message, abilities: Abilities, syntax: CallSyntax) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -97,11 +101,13 @@ def _with_calls_as_text(message: Message, abilities: Abilities, syntax: CallSynt
     return {**rest, "content": _appended(message.get("content"), text, "\n")}
 
 
-def _with_other_results(chat: Chat, abilities: Abilities) -> Chat:
-    """Return the chat with results in the template's own role, or as messages of the user, consecutive ones in one."""
-    if abilities.result_role != "user":
+def _with_results(chat: Chat, result_role: str) -> Chat:
+    """Return the chat with results in the template's role, or as messages of the user, consecutive ones in one."""
+    if result_role == "tool":
+        return chat
+    if result_role != "user":
         return [
-            {"role": abilities.result_role, "content": each.get("content")} if each.get("role") == "tool" else each
+            {"role": result_role, "content": each.get("content")} if each.get("role") == "tool" else each
             for each in chat
         ]
     changed: Chat = []
@@ -177,16 +183,14 @@ def _with_argument_text(message: Message) -> Message:
 # Tools and roles
 
 
-def _with_tools_in_system(
-    chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: CallSyntax | None
-) -> Chat:
+def _with_tools_in_system(chat: Chat, tools: Sequence[Message], place: ToolsPlace, syntax: CallSyntax | None) -> Chat:
     """Return the chat with its tools in the system message, which is added if necessary."""
     has_system = chat[0].get("role") == "system"
     system = chat[0] if has_system else {"role": "system", "content": ""}
     functions = [tool["function"] for tool in tools]
-    if abilities.tools_place == "tools":
+    if place == "tools":
         system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
-    elif abilities.tools_place == "functions":
+    elif place == "functions":
         system = {**system, "functions": json.dumps(list(tools), ensure_ascii=False)}
     else:
         lines = [TOOLS_TEXT, *(json.dumps(each, ensure_ascii=False) for each in functions)]

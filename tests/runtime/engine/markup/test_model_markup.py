@@ -13,6 +13,7 @@ from quire.runtime.engine import TextProcessor
 from quire.runtime.engine.markup.markup import (
     BRACKETS,
     COMMAND_THINKING,
+    GENERIC_MARKUP,
     KNOWN_MARKUPS,
     MARK,
     SEED_THINK,
@@ -65,7 +66,7 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
 )
 def test_the_chat_template_says_which_family_it_is(template: str, expected: str | None) -> None:
     found = find_markup("auto", template, {})
-    assert found == (Markup() if expected is None else KNOWN_MARKUPS[expected])
+    assert found == (GENERIC_MARKUP if expected is None else KNOWN_MARKUPS[expected])
     thinks = find_markup("auto", template + "</think>", {})
     assert thinks.reasoning == (None if found.channels else THINK)
     assert find_markup("hermes", template, {"[/THINK]": 3}) == replace(
@@ -80,7 +81,7 @@ def test_the_chat_template_says_which_family_it_is(template: str, expected: str 
     [("<channel|>", THOUGHT), ("</seed:think>", SEED_THINK), ("<|END_THINKING|>", COMMAND_THINKING)],
 )
 def test_the_chat_template_says_where_reasoning_ends(sign: str, reasoning: Reasoning) -> None:
-    assert find_markup("auto", f"plain {sign}", {}) == Markup(reasoning)
+    assert find_markup("auto", f"plain {sign}", {}) == replace(GENERIC_MARKUP, reasoning=reasoning)
 
 
 def test_a_template_without_calls_leaves_the_family_to_the_special_tokens() -> None:
@@ -145,9 +146,11 @@ def test_a_response_template_describes_calls(calls: Any, expected: CallSyntax) -
 def test_a_response_template_describes_reasoning(name: str) -> None:
     assert described({name: THINKING}, "<tool_call>") == replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
     thought = {"open_pattern": r"<\|channel>thought\n?", "close": ["<channel|>"]}
-    assert described({name: thought}) == Markup(Reasoning("<|channel>thought", "<channel|>"))
+    assert described({name: thought}) == replace(GENERIC_MARKUP, reasoning=Reasoning("<|channel>thought", "<channel|>"))
     marked = find_markup("auto", "", {"<channel|>": 7}, {"response_template": {"fields": {name: thought}}})
-    assert marked == Markup(Reasoning("<|channel>thought", f"{MARK}<channel|>"), tokens={"<channel|>": 7})
+    assert marked == replace(
+        GENERIC_MARKUP, reasoning=Reasoning("<|channel>thought", f"{MARK}<channel|>"), tokens={"<channel|>": 7}
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_a_response_template_describes_reasoning(name: str) -> None:
     ],
 )
 def test_what_is_no_markup_is_left_to_the_family(field: Any) -> None:
-    for template, expected in (("plain", Markup()), ("[TOOL_CALLS]", KNOWN_MARKUPS["mistral_list"])):
+    for template, expected in (("plain", GENERIC_MARKUP), ("[TOOL_CALLS]", KNOWN_MARKUPS["mistral_list"])):
         with capture_logs() as logs:
             assert described(field, template) == expected
         assert [each["reason"].partition(":")[0] for each in logs] == [*field]
@@ -202,7 +205,7 @@ def test_a_family_that_is_named_and_channels_go_before_a_description() -> None:
     config = {"response_template": {"fields": {"thinking": THINKING, "tool_calls": CALLS}}}
     assert find_markup("mistral", "", {}, config) == KNOWN_MARKUPS["mistral"]
     assert find_markup("auto", "<|channel|><|message|>", {}, config) == KNOWN_MARKUPS["openai"]
-    assert find_markup("auto", "", {}, {"response_template": None}) == Markup()
+    assert find_markup("auto", "", {}, {"response_template": None}) == GENERIC_MARKUP
 
 
 PARSED = {"x-parser": "json", "x-parser-args": {"transform": "{type: 'function', function: @}"}}
@@ -234,16 +237,16 @@ PARSED = {"x-parser": "json", "x-parser-args": {"transform": "{type: 'function',
             },
             Markup(THINK, HERMES),
         ),
-        ({"properties": {"content": {"x-regex": "<response>(.*?)</response>"}}}, Markup()),
-        ({"properties": {"thinking": {"x-regex": "(?:^|<think>)(.*?)</think>"}}}, Markup()),
-        ({"properties": {"tool_calls": {"x-regex-iterator": "<call>(.*?)</call>", "items": 5}}}, Markup()),
-        ({"properties": {"(": {}, "a": 5}, "x-regex": "(?P<a>"}, Markup()),
+        ({"properties": {"content": {"x-regex": "<response>(.*?)</response>"}}}, GENERIC_MARKUP),
+        ({"properties": {"thinking": {"x-regex": "(?:^|<think>)(.*?)</think>"}}}, GENERIC_MARKUP),
+        ({"properties": {"tool_calls": {"x-regex-iterator": "<call>(.*?)</call>", "items": 5}}}, GENERIC_MARKUP),
+        ({"properties": {"(": {}, "a": 5}, "x-regex": "(?P<a>"}, GENERIC_MARKUP),
     ],
 )
 def test_a_response_schema_is_read_as_a_template(schema: Any, expected: Markup) -> None:
     with capture_logs() as logs:
         assert find_markup("auto", "plain", {}, {"response_schema": schema}) == expected
-    assert bool(logs) == (expected == Markup())
+    assert bool(logs) == (expected == GENERIC_MARKUP)
 
 
 def test_a_folder_brings_its_description(tmp_path: Path) -> None:

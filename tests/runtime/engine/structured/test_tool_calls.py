@@ -146,7 +146,7 @@ def test_what_the_grammar_allows_is_read_as_valid_calls(markup: Markup) -> None:
 
 
 def test_tools_need_a_markup_of_calls() -> None:
-    with pytest.raises(InvalidRequest, match="--tool-call-parser and one of hermes, "):
+    with pytest.raises(InvalidRequest, match="--tool-call-parser is none; leave it out, or name one of hermes, "):
         ToolCalls(Markup(THINK), TOOLS, ToolChoice())
     with pytest.raises(InvalidRequest, match="no tool 'f'"):
         ToolCalls(KNOWN_MARKUPS["hermes"], TOOLS, ToolChoice(names=("f",)))

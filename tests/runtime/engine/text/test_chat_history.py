@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.markup.call_text import call_example, calls_text
-from quire.runtime.engine.markup.markup import KNOWN_MARKUPS
+from quire.runtime.engine.markup.markup import GENERIC_MARKUP, KNOWN_MARKUPS
 from quire.runtime.engine.text import chat, chat_history
 from quire.runtime.engine.text.chat import ChatTemplate
 
@@ -69,6 +69,11 @@ FALCON_H1 = (  # Falcon-H1's form
 )
 HERMES = KNOWN_MARKUPS["hermes"].calls
 CODER = KNOWN_MARKUPS["qwen3_coder"].calls
+OWN_TOOLS = (  # a template with tools, calls and results of its own, whose syntax is not known
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls %}[own {{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %};"
+    "{% endfor %}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -420,3 +425,18 @@ def test_calls_are_written_as_the_family_writes_them(family: str, text: str) -> 
     assert syntax is not None
     assert calls_text(syntax, CALLS).replace("\uff5c", "|") == text
     assert "TOOL" in call_example(syntax)
+
+
+def test_a_generic_syntax_is_described_and_used_as_text() -> None:
+    """A template whose own syntax cannot be read would ask the model for calls that nothing reads."""
+    template = ChatTemplate(OWN_TOOLS)
+    described = template.render(HISTORY, [TOOL], syntax=GENERIC_MARKUP.calls)
+    assert described == (
+        f"system: Be brief.\n\n{chat_history.TOOLS_TEXT}\n"
+        '{"name": "weather", "parameters": {"type": "object"}}\n\n'
+        f"{chat_history.CALL_TEXT}\n<tool_call>\n"
+        '{"name": "TOOL", "arguments": {"ARGUMENT": VALUE}}\n</tool_call>;'
+        'user: Weather?;assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>;'
+        "user: <tool_response>\nsunny\n</tool_response>;user: And now?;"
+    )
+    assert "[own weather" in template.render(HISTORY, syntax=GENERIC_MARKUP.calls)  # no tools: the template's
