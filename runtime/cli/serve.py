@@ -191,9 +191,10 @@ def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str
     config = settings.engine
     scheme = "http" if settings.server.tls_cert is None else "https"
     api = f"api {scheme}://{server.openai_address}/v1  " if server.openai_address else ""
+    ollama = f"ollama {scheme}://{server.ollama_address}  " if server.ollama_address else ""
     processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
     return (
-        f"quire ready: clients {server.address}  metrics http://{server.operator_address}/metrics  {api}"
+        f"quire ready: clients {server.address}  metrics http://{server.operator_address}/metrics  {api}{ollama}"
         f"model {config.model or 'bundled demo'} {_dtypes(settings, info)}  "
         f"{_sizes(info)}  "
         f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"
@@ -208,6 +209,7 @@ def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str
         "clients": server.address,
         "metrics": f"http://{server.operator_address}/metrics",
         "api": f"{scheme}://{server.openai_address}/v1" if server.openai_address else None,
+        "ollama": f"{scheme}://{server.ollama_address}" if server.ollama_address else None,
         "model": settings.engine.model or "bundled demo",
         "dtypes": _dtypes(settings, info).strip("()"),
         "pages": info.num_pages,

@@ -45,6 +45,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "127.0.0.1"
     openai_port: Annotated[Port, _server("Port of OpenAI's HTTP API; 0 takes a free one.", alias="api_port")] = 8000
+    ollama_port: Annotated[
+        Port | None,
+        _server(
+            "Port for Ollama's clients, at `openai_host`; 0 takes a free one. Ollama's own is 11434.", default="off"
+        ),
+    ] = None
     token: Annotated[
         str | None,
         _server(
@@ -244,6 +250,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def has_keys(self) -> bool:
         return self.token is not None or self.auth_tokens is not None
+
+    @property
+    def http_ports(self) -> dict[str, int]:
+        """The ports of the HTTP APIs by their options; none without such an API."""
+        ports = {"openai_port": self.openai_port, "ollama_port": self.ollama_port}
+        return {name: port for name, port in ports.items() if port is not None} if self.serves_api else {}
 
     @property
     def serves_api(self) -> bool:

@@ -22,7 +22,7 @@ class MemoryLimits:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        num_connections = (2 if config.serves_api else 1) * config.max_connections
+        num_connections = (1 + len(config.http_ports)) * config.max_connections
         connection_bytes = CONNECTION_BYTES + (0 if config.tls_cert is None else TLS_BYTES)
         self.bytes_by_purpose = {
             "kept_output": config.max_kept_bytes,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ from ..engine.facade import EngineFacade
 from ..net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from ..net.listen import ListeningSocket, check_tcp, fit_connections, is_loopback, listen_tcp, listen_unix
 from ..net.tls import TLS
-from .anthropic import AnthropicDoor
 from .app_context import AppContext
-from .http import BodyReader, HTTPConnection, HTTPRouter, plain_answer
-from .http.router import Door
+from .http import HTTPConnection, plain_answer
+from .http_ports import OLLAMA, OPENAI, check_http_ports, listen_http, new_routers
 from .memory_limits import MemoryLimits
 from .monitoring import (
     ClientLoad,
@@ -36,8 +36,6 @@ from .monitoring import (
     VllmNames,
 )
 from .msgpack.connection import Connection
-from .openai import OpenAIDoor
-from .openai.batch_door import BatchDoor, open_batches
 from .requests.live_requests import LiveRequests
 from .requests.resume import ReplayStore
 from .tenancy.auth import Keyring
@@ -66,6 +64,7 @@ class Server:
         self.address = ""  # address for clients: `host:port`, `[v6]:port` or `unix:/path`
         self.operator_address = ""
         self.openai_address = ""  # empty: there is no HTTP API
+        self.ollama_address = ""  # empty: there is no port for Ollama's clients
         self._connections: dict[ClientConnection, asyncio.Task[None]] = {}
         self._acceptors: list[Acceptor] = []
         self._closing = False
@@ -93,43 +92,34 @@ class Server:
             operator_listening = await listen_tcp(config.operator_host, config.operator_port)
             opening.callback(operator_listening.close)
 
-            openai_listening = await _listen_openai(config)
-            if openai_listening is not None:
-                opening.callback(openai_listening.close)
+            http_listening = await listen_http(config, opening)
 
             engine.set_observer(self.observer)
             texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes // keyring.num_tenants)
             requests = LiveRequests(engine, self.observer, texts)
             replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
             operator_address = str(operator_listening.address)
-            openai_address = "" if openai_listening is None else str(openai_listening.address)
+            http_addresses = {name: str(each.address) for name, each in http_listening.items()}
+            openai_address = http_addresses.get(OPENAI, "")
             context = AppContext(
                 engine, config, self.observer, keyring, requests, replays, operator_address, openai_address
             )
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
             operators = self._serve_operators(context, readiness, operator_listening, opening)
-            max_connections = _connections_per_port(config, num_ports=1 if openai_listening is None else 2)
-            if openai_listening is not None:
-                model = config.served_model_name or DEFAULT_MODEL_NAME
-                bodies = BodyReader()
-                opening.callback(bodies.close)
-                metrics = operators if config.openai_metrics else None
-                openai = OpenAIDoor(context, readiness, model, bodies, metrics)
-                doors: list[Door] = [openai, AnthropicDoor(context, model, bodies)]
-                if config.batch_folder is not None:
-                    worker = await open_batches(context, openai, Path(config.batch_folder))
-                    opening.push_async_callback(worker.close)
-                    doors.append(BatchDoor(worker, bodies))
-                router = HTTPRouter(context, doors)
+            max_connections = _connections_per_port(config, num_ports=1 + len(http_listening))
+            model = config.served_model_name or DEFAULT_MODEL_NAME
+            metrics = operators if config.openai_metrics else None
+            routers = await new_routers(context, readiness, model, metrics, opening)
+            for name, socket in http_listening.items():
                 self._serve_clients(
-                    openai_listening,
-                    lambda each: HTTPConnection(each, context, router),
+                    socket,
+                    partial(HTTPConnection, context=context, router=routers[name]),
                     context,
                     max_connections,
                     opening,
                     is_complete=HTTPConnection.can_serve,
-                    plain_answer=plain_answer(router.form),
+                    plain_answer=plain_answer(routers[name].form),
                 )
             self._serve_clients(listening, lambda each: Connection(each, context), context, max_connections, opening)
             opening.push_async_callback(context.replays.close)
@@ -143,12 +133,14 @@ class Server:
         self.address = str(listening.address)
         self.operator_address = str(operator_listening.address)
         self.openai_address = openai_address
+        self.ollama_address = http_addresses.get(OLLAMA, "")
         _log.info("memory for clients at most", total_bytes=memory.total_bytes, **memory.bytes_by_purpose)
         _log.info(
             "listening",
             address=self.address,
             operator_address=self.operator_address,
             openai_address=self.openai_address,
+            ollama_address=self.ollama_address,
             max_connections=max_connections,
         )
 
@@ -346,30 +338,12 @@ async def _listen(config: ServerConfig) -> ListeningSocket:
     return await listen_tcp(config.host, config.port)
 
 
-async def _listen_openai(config: ServerConfig) -> ListeningSocket | None:
-    if not config.serves_api:
-        _log.info("no HTTP API: `uds` without keys lets in this user only; set `token` or `auth_tokens` to have both")
-        return None
-    with _naming_openai_port():
-        return await listen_tcp(config.openai_host, config.openai_port)
-
-
 async def check_ports(config: ServerConfig) -> None:
     """Raise ConfigError if a TCP port of the server is in use, before an engine is loaded in vain."""
     if config.uds is None:
         await check_tcp(config.host, config.port)
     await check_tcp(config.operator_host, config.operator_port)
-    if config.serves_api:
-        with _naming_openai_port():
-            await check_tcp(config.openai_host, config.openai_port)
-
-
-@contextlib.contextmanager
-def _naming_openai_port() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise type(error)(f"{error}; this is the port of the HTTP API, `openai_port`") from None
+    await check_http_ports(config)
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

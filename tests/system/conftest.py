@@ -353,12 +353,17 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncConte
 
     @asynccontextmanager
     async def start(
-        uds: str | None = None, allowed_image_hosts: str | None = None, **settings: Any
+        uds: str | None = None,
+        allowed_image_hosts: str | None = None,
+        ollama_port: int | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Real]:
         engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
         real = Real(engine, Server())
         try:
-            config = ServerConfig(**FREE_PORTS, uds=uds, allowed_image_hosts=allowed_image_hosts)
+            config = ServerConfig(
+                **FREE_PORTS, uds=uds, allowed_image_hosts=allowed_image_hosts, ollama_port=ollama_port
+            )
             await real.server.start(engine, config)
             yield real
             real.drop_connections()

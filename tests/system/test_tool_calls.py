@@ -315,7 +315,7 @@ async def test_a_schema_that_no_grammar_can_have_is_not_enforced(client: Client)
 
 
 async def test_a_template_without_tool_calls(client: Client) -> None:
-    """The model gets the tools and a generic syntax as text, unless the server is told otherwise."""
+    """The model gets the tools and a generic syntax as text, unless --tool-call-parser is none."""
     async with client("plain", {"<|0|>": f"I look.\n{HERMES_CALLS}"}, tool_call_parser="none") as connected:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser is none"):
             await connected.chat.completions.create(

@@ -45,7 +45,7 @@ class AnthropicDoor:
         self._model = model
         self._started = datetime.now(UTC).replace(microsecond=0)
         self._models = ServedModels(model, context.engine)
-        self._reader = RequestReader(context, self._models, bodies)
+        self._reader = RequestReader(context, self._models.check, bodies)
         self._vocabulary = Vocabulary(context.engine.token)
         self.paths: dict[str, dict[str, Route]] = {
             MESSAGES: {"POST": Route(self._answer_message, takes_body=True)},

@@ -6,34 +6,12 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from ...common.errors import (
-    Cancelled,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    QuireError,
-    QuotaExceeded,
-    RequestNotFound,
-    Unauthenticated,
-    Unavailable,
-)
-from ..http.errors import JSON, BadRequest, HTTPAnswer, named, retry_headers
+from ...common.errors import ContextLengthExceeded, QuireError, Unavailable
+from ..http.errors import JSON, HTTPAnswer, named, retry_headers, status_of
 
 TOO_LONG = "prompt is too long: "  # words by which coding agents decide to compact a conversation
 
-# The first matching class decides.
-_STATUSES: tuple[tuple[type[QuireError], int], ...] = (
-    (InvalidRequest, 400),
-    (Unauthenticated, 401),
-    (RequestNotFound, 404),
-    (QuotaExceeded, 429),
-    (Overloaded, 429),
-    (Unavailable, 529),
-    (DeadlineExceeded, 504),
-    (Cancelled, 499),
-    (QuireError, 500),
-)
+OVERLOADED = 529  # status of a server that cannot answer now
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -42,17 +20,14 @@ _TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     504: "timeout_error",
-    529: "overloaded_error",
+    OVERLOADED: "overloaded_error",
 }
 
 
 def error_answer(error: QuireError, fields: Collection[str], names: Mapping[str, str], request_id: str) -> HTTPAnswer:
     """Return `error` as an answer. See `DoorForm`."""
     content = _body(error, fields, names, request_id)
-    headers = retry_headers(error)
-    if isinstance(error, BadRequest):
-        headers |= error.headers
-    return HTTPAnswer(_status(error), content, JSON, headers)
+    return HTTPAnswer(_status(error), content, JSON, retry_headers(error))
 
 
 def error_event(error: QuireError, names: Mapping[str, str], request_id: str) -> bytes:
@@ -61,9 +36,7 @@ def error_event(error: QuireError, names: Mapping[str, str], request_id: str) ->
 
 
 def _status(error: QuireError) -> int:
-    if isinstance(error, BadRequest):
-        return error.status
-    return next(status for cls, status in _STATUSES if isinstance(error, cls))
+    return OVERLOADED if isinstance(error, Unavailable) else status_of(error)
 
 
 def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str], request_id: str) -> bytes:

@@ -7,11 +7,35 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...common.errors import InvalidRequest, QuireError, Unauthenticated, Unavailable
+from ...common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    QuotaExceeded,
+    RequestNotFound,
+    Unauthenticated,
+    Unavailable,
+)
 
 JSON = "application/json"
 STRUCTURED_OUTPUTS = "structured_outputs"  # the engine's name of the field with a grammar
 RETRY_UNAVAILABLE_MS = 1000  # retry time for Unavailable, whose end is unknown
+
+
+# The first matching class decides.
+_STATUSES: tuple[tuple[type[QuireError], int], ...] = (
+    (InvalidRequest, 400),
+    (Unauthenticated, 401),
+    (RequestNotFound, 404),
+    (QuotaExceeded, 429),
+    (Overloaded, 429),
+    (Unavailable, 503),
+    (DeadlineExceeded, 504),
+    (Cancelled, 499),
+    (QuireError, 500),
+)
 
 
 class HTTPAnswer(NamedTuple):
@@ -82,8 +106,17 @@ def _valid(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def status_of(error: QuireError) -> int:
+    """Return the status of an error; a refusal before the engine has its own."""
+    if isinstance(error, BadRequest):
+        return error.status
+    return next(status for cls, status in _STATUSES if isinstance(error, cls))
+
+
 def retry_headers(error: QuireError) -> dict[str, str]:
-    """Return the headers that openai-python and other clients read before they send the request again."""
+    """Return the headers of a refusal, and the headers that clients read before they send the request again."""
+    if isinstance(error, BadRequest):
+        return {"x-should-retry": "false", **error.headers}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if not error.retryable:

@@ -16,6 +16,7 @@ from ...engine.text import Token
 
 LEAST = -9999.0  # instead of minus infinity, which JSON does not have
 
+MAX_ALTERNATIVES = 20  # alternatives of one token, with their logprobs
 MAX_KNOWN_TOKENS = 1 << 14
 
 NewT = TypeVar("NewT")

@@ -5,7 +5,7 @@ Must not import handlers of paths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,16 +17,17 @@ from .fields import Fields
 from .image_urls import ImageFetcher
 from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
 from .request_cycle import RequestCycle
-from .served_models import ServedModels, Task
+from .served_models import Task
 
 
 class RequestReader:
     """Reads the requests of one API. All APIs share `bodies`."""
 
-    def __init__(self, context: AppContext, models: ServedModels, bodies: BodyReader) -> None:
+    def __init__(self, context: AppContext, check_model: Callable[[Fields, Task], object], bodies: BodyReader) -> None:
+        """Check each body's model with `check_model`, which raises BadRequest."""
         self.bodies = bodies
         self._context = context
-        self._models = models
+        self._check_model = check_model
         self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
 
     def check_accepting(self) -> None:
@@ -47,7 +48,7 @@ class RequestReader:
         finally:
             release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
-        self._models.check(fields, task)
+        self._check_model(fields, task)
         return fields
 
     async def fetch_images(self, fields: Fields, tenant: str) -> int:

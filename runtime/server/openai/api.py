@@ -100,7 +100,7 @@ class OpenAIDoor:
         self._model = model
         self._started = int(time.time())
         self._models = ServedModels(model, context.engine)
-        self._reader = RequestReader(context, self._models, bodies)
+        self._reader = RequestReader(context, self._models.check, bodies)
         self._vocabulary = Vocabulary(context.engine.token)
         self._kept = KeptRequests(context, model, bodies, self._vocabulary)
         tokens = TokenAnswers(context, self._reader, self._kept, self._models)

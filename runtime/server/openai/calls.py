@@ -12,10 +12,10 @@ from ...engine.facade import EngineInfo, GenerateRequest
 from ..http.calls import Call, checked_messages
 from ..http.errors import BadRequest
 from ..http.fields import Fields
+from ..http.logprobs import MAX_ALTERNATIVES
 from .fields import (
     CHAT,
     COMPLETION,
-    MAX_ALTERNATIVES,
     answer_fields,
     check_supported,
     request_fields,

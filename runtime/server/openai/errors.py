@@ -20,27 +20,26 @@ from ...common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from ..http.errors import JSON, BadRequest, HTTPAnswer, named, retry_headers
+from ..http.errors import JSON, BadRequest, HTTPAnswer, named, retry_headers, status_of
 
 
 class _Kind(NamedTuple):
-    status: int
     type: str
     code: str | None
 
 
 # The first matching class decides.
 _KINDS: tuple[tuple[type[QuireError], _Kind], ...] = (
-    (ContextLengthExceeded, _Kind(400, "invalid_request_error", "context_length_exceeded")),
-    (InvalidRequest, _Kind(400, "invalid_request_error", None)),
-    (Unauthenticated, _Kind(401, "invalid_request_error", "invalid_api_key")),
-    (RequestNotFound, _Kind(404, "invalid_request_error", "not_found")),
-    (QuotaExceeded, _Kind(429, "insufficient_quota", "insufficient_quota")),
-    (Overloaded, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),
-    (Unavailable, _Kind(503, "server_error", "server_unavailable")),
-    (DeadlineExceeded, _Kind(504, "timeout_error", "timeout")),
-    (Cancelled, _Kind(499, "invalid_request_error", "cancelled")),
-    (QuireError, _Kind(500, "server_error", "server_error")),
+    (ContextLengthExceeded, _Kind("invalid_request_error", "context_length_exceeded")),
+    (InvalidRequest, _Kind("invalid_request_error", None)),
+    (Unauthenticated, _Kind("invalid_request_error", "invalid_api_key")),
+    (RequestNotFound, _Kind("invalid_request_error", "not_found")),
+    (QuotaExceeded, _Kind("insufficient_quota", "insufficient_quota")),
+    (Overloaded, _Kind("rate_limit_error", "rate_limit_exceeded")),
+    (Unavailable, _Kind("server_error", "server_unavailable")),
+    (DeadlineExceeded, _Kind("timeout_error", "timeout")),
+    (Cancelled, _Kind("invalid_request_error", "cancelled")),
+    (QuireError, _Kind("server_error", "server_error")),
 )
 
 
@@ -55,9 +54,7 @@ def error_answer(
     `fields` are the parameters that the error may concern, and `names` maps parameters to other names in this body.
     """
     content = _body(error, fields, names)
-    if isinstance(error, BadRequest):
-        return HTTPAnswer(error.status, content, JSON, {"x-should-retry": "false", **error.headers})
-    return HTTPAnswer(_kind(error).status, content, JSON, retry_headers(error))
+    return HTTPAnswer(status_of(error), content, JSON, retry_headers(error))
 
 
 def error_event(error: QuireError, names: Mapping[str, str], _request_id: str = "") -> bytes:

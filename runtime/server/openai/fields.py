@@ -19,7 +19,6 @@ from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .structure import STRUCTURE_FIELDS, structure_of
 from .tools import TOOL_FIELDS
 
-MAX_ALTERNATIVES = 20  # alternatives of one token, with their logprobs
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 SEEDS = 1 << 64  # a negative seed counts from the end
 

@@ -16,11 +16,10 @@ from ..http.choices import Choice, Run
 from ..http.errors import BadRequest
 from ..http.fields import Fields
 from ..http.formats import PromptSize, Status, num_reasoning_tokens
-from ..http.logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
+from ..http.logprobs import MAX_ALTERNATIVES, ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .calls import chat_prompt, with_answer, without_reasoning
 from .fields import (
     COMMON,
-    MAX_ALTERNATIVES,
     TIERS,
     check_supported,
     sampling_fields,
