@@ -4,46 +4,48 @@ SHELL := bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Lets the editable install rebuild itself when .venv is not activated.
 export CYTHON := $(CURDIR)/$(BIN)/cython
-# The level amx-twin runs the code of the amx level on any AVX-512 machine. It is for tests and never chosen by default.
 # For this Python only: modules for the stable ABI are those of wheels.
-INSTALL := $(BIN)/pip install --disable-pip-version-check --no-build-isolation -Csetup-args=-Damx_twin=true \
-  -Csetup-args=-Dstable_abi=false -Csetup-args=-Dpython.allow_limited_api=false --editable
+INSTALL_PLAIN := $(BIN)/pip install --disable-pip-version-check --no-build-isolation \
+  -Csetup-args=-Dstable_abi=false -Csetup-args=-Dpython.allow_limited_api=false
+# The level amx-twin runs the code of the amx level on any AVX-512 machine. It is for tests and never chosen by default.
+INSTALL := $(INSTALL_PLAIN) -Csetup-args=-Damx_twin=true --editable
+DEV := .venv/dev
 
 demo: $(BIN)/quire
 	$(BIN)/quire demo
 
-loadtest: $(BIN)/quire
+loadtest: $(DEV)
 	$(BIN)/quire loadtest --num-prompts 200 --random-input-len 128 --random-output-len 64 --request-rate 20 --report loadtest.html
 
 dashboard: $(BIN)/quire
 	deploy/local.sh
 
 # An editable install compiles every module at each start, unless there are compiled files: 0.17 s of CPU per process.
-compiled: $(BIN)/quire
+compiled: $(DEV)
 	@$(BIN)/python -m compileall -q -x /demo_ kernels pager scheduler runtime
 
 # Bytecode is written whatever the environment says: pytest rewrites 400 modules in 13 s, and reads them in none.
 test: compiled
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-ray: $(BIN)/quire
+test-ray: $(DEV)
 	$(INSTALL) '.[ray]' --quiet
 	$(BIN)/python -m pytest -m ray tests/ray
 
-docs: $(BIN)/quire
+docs: $(DEV)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
-check-kernels: $(BIN)/quire
+check-kernels: $(DEV)
 	tests/kernels/check.sh
 
-check-bits: $(BIN)/quire
+check-bits: $(DEV)
 	$(BIN)/python -m tests.kernels.random_bits $(BITS)
 	$(BIN)/python -m tests.system.random_states $(BITS)
 
-attack: $(BIN)/quire
+attack: $(DEV)
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
-attack-http: $(BIN)/quire
+attack-http: $(DEV)
 	$(BIN)/python tests/fuzz/hostile_http.py $(ATTACK)
 
 kill-servers: compiled
@@ -55,34 +57,34 @@ kill-batches: compiled
 kill-at-shutdown: compiled
 	$(BIN)/python tests/fuzz/kill_at_shutdown.py $(KILL)
 
-fuzz-files: $(BIN)/quire
+fuzz-files: $(DEV)
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
 
-check-encoders: $(BIN)/quire
+check-encoders: $(DEV)
 	$(BIN)/python tests/fuzz/random_encoders.py
 	$(BIN)/python tests/fuzz/fuzz_encoders.py
 
-check-plan: $(BIN)/quire
+check-plan: $(DEV)
 	$(BIN)/python -m tests.bench.plan_memory $(PLAN)
 
-fuzz-text-files: $(BIN)/quire
+fuzz-text-files: $(DEV)
 	$(BIN)/python tests/fuzz/fuzz_text_files.py $(FUZZ)
 
 terminate-text-files: compiled
 	$(BIN)/python tests/fuzz/terminate_text_files.py $(TERMINATE)
 
-fuzz-images: $(BIN)/quire
+fuzz-images: $(DEV)
 	$(BIN)/python tests/fuzz/fuzz_images.py $(FUZZ)
 
-fuzz-grammars: $(BIN)/quire
+fuzz-grammars: $(DEV)
 	$(BIN)/python tests/fuzz/fuzz_grammars.py $(FUZZ)
 
-check-structured: $(BIN)/quire
+check-structured: $(DEV)
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m tests.fuzz.parser_divisions
 	$(BIN)/python tests/fuzz/structured_generations.py $(GENERATIONS)
 
-check-schemas: $(BIN)/quire
+check-schemas: $(DEV)
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m tests.fuzz.schema_corpus $(or $(SCHEMAS),1000)
 
@@ -93,10 +95,10 @@ kill-nodes: compiled
 	$(INSTALL) '.[ray]' --quiet
 	$(BIN)/python -m tests.ray.kill_nodes $(KILLS)
 
-fuzz-link: $(BIN)/quire
+fuzz-link: $(DEV)
 	$(BIN)/python tests/fuzz/fuzz_link.py $(FUZZ)
 
-bench: $(BIN)/quire
+bench: $(DEV)
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
 
@@ -128,27 +130,36 @@ try-wheels:
 checksums:
 	python3 deploy/release.py checksums
 
-conformance: $(BIN)/quire
+conformance: $(DEV)
 	cd deploy/clients/node && npm install --no-audit --no-fund --omit=optional --ignore-scripts
 	$(BIN)/python tests/conformance/run.py python
 	$(BIN)/python tests/conformance/run.py node
 
 # The packages go to build/clients, where each client has its own versions, and to deploy/clients/ai-sdk/node_modules.
-clients: $(BIN)/quire
+clients: $(DEV)
 	for name in langchain litellm; do python3 -m venv build/clients/$$name && \
 	  build/clients/$$name/bin/pip install --quiet --disable-pip-version-check -r deploy/clients/$$name/requirements.txt || exit 1; done
 	cd deploy/clients/ai-sdk && npm install --no-audit --no-fund --ignore-scripts --no-package-lock
 	$(BIN)/python -m pytest -q tests/system/test_client_examples.py
 
-# Prints each package and each compiled file; the whole output is in .venv/install.log.
+# A demo needs neither the tools of tests nor the level amx-twin. Both installations print each package and each compiled
+# file; the whole output is in .venv/install.log.
 $(BIN)/quire: pyproject.toml
-	@echo 'Creating .venv with the build tools'
-	@python3 -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
-	@echo 'Installing packages and compiling the kernels'
-	@set -o pipefail; $(INSTALL) '.[dev]' --verbose 2>&1 \
-	  | tee .venv/install.log | grep --line-buffered -E '^Collecting|^ +\[[0-9]+/[0-9]+\]|^Installing|rror:' \
-	  || { tail -n 40 .venv/install.log; exit 1; }
+	$(call install,$(INSTALL_PLAIN) --editable .)
 	@touch $@
+
+$(DEV): pyproject.toml
+	$(call install,$(INSTALL) '.[dev]')
+	@touch $(BIN)/quire $@
+
+define install
+@echo 'Creating .venv with the build tools'
+@python3 -m venv .venv
+@$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
+@echo 'Installing packages and compiling the kernels'
+@set -o pipefail; $(1) --verbose 2>&1 \
+  | tee .venv/install.log | grep --line-buffered -E '^Collecting|^ +\[[0-9]+/[0-9]+\]|^Installing|rror:' \
+  || { tail -n 40 .venv/install.log; exit 1; }
+endef
 
 .PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image
