@@ -11,6 +11,7 @@ typedef struct {
   _Alignas(64) uint8_t tile[8][TILE_ROWS][TILE_BYTES];
 } twin_state;
 enum { TWINS = 256 };
+#define OUTLINE __attribute__((noinline, unused)) static  // a copy of these loops at each product takes a minute to compile
 extern twin_state quire_amx_twins[TWINS];
 extern THREAD_LOCAL twin_state *quire_amx_twin;  // NULL if not configured
 
@@ -69,39 +70,58 @@ INLINE void twin_check_product(int c, int a, int b) {
 // Denormals are zero, as operands and as results.
 INLINE float flushed(float x) { return fabsf(x) < FLT_MIN ? copysignf(0.f, x) : x; }
 
-INLINE float widened(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, sizeof y);
-  return flushed(y);
-}
-
-// The manual: within one instruction the even and the odd elements of K are two chains of fused operations that start at
-// zero; their sum is then added to c. Rounding is to nearest even; MXCSR is ignored.
-INLINE void tile_dot_bf16(int c, int a, int b) {
-  twin_check_product(c, a, b);
-  for (int m = 0; m < twin_rows(c); m++) {
-    float even[16] = {0}, odd[16] = {0}, *out = (float *)quire_amx_twin->tile[c][m];
-    const uint16_t *x = (const uint16_t *)quire_amx_twin->tile[a][m];
-    for (int k = 0; k < twin_rows(b); k++) {
-      const uint16_t *y = (const uint16_t *)quire_amx_twin->tile[b][k];
-      for (int n = 0; n < twin_bytes(c) / 4; n++) {
-        even[n] = flushed(fmaf(widened(x[2 * k]), widened(y[2 * n]), even[n]));
-        odd[n] = flushed(fmaf(widened(x[2 * k + 1]), widened(y[2 * n + 1]), odd[n]));
-      }
-    }
-    for (int n = 0; n < twin_bytes(c) / 4; n++) out[n] = flushed(flushed(out[n]) + flushed(even[n] + odd[n]));
+// The even and the odd elements of a row of 16 pairs of bf16.
+INLINE void twin_widen(const uint8_t *row, float *even, float *odd) {
+  for (int n = 0; n < 16; n++) {
+    uint32_t pair;
+    memcpy(&pair, row + 4 * n, sizeof pair);
+    const uint32_t bits[2] = {pair << 16, pair & 0xffff0000};
+    float x[2];
+    memcpy(x, bits, sizeof x);
+    even[n] = flushed(x[0]);
+    odd[n] = flushed(x[1]);
   }
 }
 
-// Sums of four products wrap around, without saturation.
-INLINE void tile_dot_s8u8(int c, int a, int b) {
+// The manual: within one instruction the even and the odd elements of K are two chains of fused operations that start at
+// zero; their sum is then added to c. Rounding is to nearest even; MXCSR is ignored. All 16 columns are computed, which
+// the compiler turns into vectors; the columns that c lacks are not stored.
+OUTLINE void tile_dot_bf16(int c, int a, int b) {
   twin_check_product(c, a, b);
-  for (int m = 0; m < twin_rows(c); m++) {
+  const int rows = twin_rows(c), depth = twin_rows(b), columns = twin_bytes(c) / 4;
+  float even_b[TILE_ROWS][16], odd_b[TILE_ROWS][16];
+  for (int k = 0; k < depth; k++) twin_widen(quire_amx_twin->tile[b][k], even_b[k], odd_b[k]);
+  for (int m = 0; m < rows; m++) {
+    float even_a[16], odd_a[16], even[16] = {0}, odd[16] = {0}, *out = (float *)quire_amx_twin->tile[c][m];
+    twin_widen(quire_amx_twin->tile[a][m], even_a, odd_a);
+    for (int k = 0; k < depth; k++)
+      for (int n = 0; n < 16; n++) {
+        even[n] = flushed(fmaf(even_a[k], even_b[k][n], even[n]));
+        odd[n] = flushed(fmaf(odd_a[k], odd_b[k][n], odd[n]));
+      }
+    for (int n = 0; n < columns; n++) out[n] = flushed(flushed(out[n]) + flushed(even[n] + odd[n]));
+  }
+}
+
+// Sums of four products wrap around, without saturation. Floats add the terms of one instruction, which are at most 64 of
+// at most 128 * 255, without rounding, and compilers make vectors of them.
+OUTLINE void tile_dot_s8u8(int c, int a, int b) {
+  twin_check_product(c, a, b);
+  const int rows = twin_rows(c), depth = twin_rows(b), columns = twin_bytes(c) / 4;
+  float factors[TILE_ROWS][4][16];
+  for (int k = 0; k < depth; k++) {
+    uint32_t four[16];
+    memcpy(four, quire_amx_twin->tile[b][k], sizeof four);
+    for (int i = 0; i < 4; i++)
+      for (int n = 0; n < 16; n++) factors[k][i][n] = (float)(int32_t)(four[n] >> 8 * i & 0xff);
+  }
+  for (int m = 0; m < rows; m++) {
+    float sums[16] = {0};
     uint32_t *out = (uint32_t *)quire_amx_twin->tile[c][m];
     const int8_t *x = (const int8_t *)quire_amx_twin->tile[a][m];
-    for (int k = 0; k < twin_rows(b); k++)
-      for (int n = 0; n < twin_bytes(c) / 4; n++)
-        for (int i = 0; i < 4; i++) out[n] += (uint32_t)(x[4 * k + i] * quire_amx_twin->tile[b][k][4 * n + i]);
+    for (int k = 0; k < depth; k++)
+      for (int i = 0; i < 4; i++)
+        for (int n = 0; n < 16; n++) sums[n] += x[4 * k + i] * factors[k][i][n];
+    for (int n = 0; n < columns; n++) out[n] += (uint32_t)(int32_t)sums[n];
   }
 }
