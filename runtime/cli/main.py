@@ -14,6 +14,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from ..common.quick_imports import quick_imports
 from .first_line import write_first_line
 from .interrupts import INTERRUPTED, exit_status, leave
 
@@ -62,14 +63,18 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status. Ctrl-C raises KeyboardInterrupt from the command."""
-    from cyclopts import CycloptsError
+    with quick_imports():
+        from cyclopts import CycloptsError
 
-    from ..common.errors import QuireError
-    from .app import app
+        from ..common.errors import QuireError
+        from .app import app
 
     try:
         try:
-            command, bound, _ = app.parse_args(_with_standard_input(arguments), exit_on_error=False, print_error=False)
+            with quick_imports():
+                command, bound, _ = app.parse_args(
+                    _with_standard_input(arguments), exit_on_error=False, print_error=False
+                )
             if signal.getsignal(signal.SIGINT) is leave:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             command(*bound.args, **bound.kwargs)

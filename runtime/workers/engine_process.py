@@ -40,7 +40,9 @@ POLL_S = 0.005  # pause between two checks for the exit of a process that is abo
 PROGRAM = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[3]) or os._exit(0); "
     "signal.signal(signal.SIGTTOU, signal.SIG_IGN); "
-    "from quire.runtime.workers.engine_main import main; main()"
+    "from quire.runtime.common.quick_imports import quick_imports\n"
+    "with quick_imports(): from quire.runtime.workers.engine_main import main\n"
+    "main()"
 )
 COMMAND = (sys.executable, "-P", "-c", PROGRAM)
 

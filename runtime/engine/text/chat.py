@@ -1,7 +1,8 @@
 """Chat messages to one prompt, by the template of the model.
 
 A template is untrusted code and messages are untrusted data: templates run only in the sandbox of `sandbox.py`, on
-copies of the messages that are limited in size and depth. Every failure is a typed error.
+copies of the messages that are limited in size and depth. Every failure is a typed error. Engine processes import this
+module and render nothing, so jinja2 is imported with the first template.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Template, TemplateSyntaxError, nodes
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest
 from ..markup.markup import CallSyntax
@@ -20,7 +19,9 @@ from .chat_input import MAX_SCHEMA_DEPTH, ValueLimit, checked_messages, offered_
 from .content_marks import ContentMarks, RenderedChat
 from .template_abilities import Abilities, TemplateTimeout
 from .template_files import read_sources
-from .template_functions import template_sandbox
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 MAX_SOURCE_CHARACTERS = 1 << 20
 MAX_ERROR_CHARACTERS = 500  # a template's error may quote the messages
@@ -43,6 +44,8 @@ class ChatTemplate:
         tool_source: str | None = None,
         tokenizer_config: Mapping[str, Any] | None = None,
     ) -> None:
+        from .template_functions import template_sandbox
+
         self.source = source + (tool_source or "")
         self.tokenizer_config = tokenizer_config or {}  # config of the folder; empty for a GGUF file
         self._variables = {"tools": None, "add_generation_prompt": True, **(variables or {})}
@@ -54,6 +57,8 @@ class ChatTemplate:
         self._abilities: dict[tuple[Template, bool], Abilities] = {}
 
     def _compiled(self, source: str) -> Template:
+        from jinja2 import TemplateSyntaxError
+
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise CorruptCheckpoint(f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS}")
         try:
@@ -84,6 +89,8 @@ class ChatTemplate:
     @cached_property
     def literals(self) -> frozenset[str]:
         """The texts and the names of attributes in the template's expressions."""
+        from jinja2 import nodes
+
         found: set[str] = set()
         for source in self._sources:
             tree = self._sandbox.parse(source)
