@@ -15,6 +15,7 @@ import numpy as np
 del os.environ["OPENBLAS_NUM_THREADS"]  # processes that tests start are as users start them
 import pytest
 from hypothesis import HealthCheck, settings
+from quire.runtime.common.tuning import GC_OBJECTS
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
@@ -27,11 +28,15 @@ settings.load_profile("any machine")
 # Engines of tests run the code of their level, whatever is faster on this machine. Their processes inherit it.
 os.environ["QUIRE_TUNE"] = "off"
 
+gc.disable()  # Modules and tests are a million objects that live to the end.
+
 
 def pytest_collection_finish() -> None:
-    """Exclude tests, modules and libraries from garbage collections: they live to the end."""
+    """Exclude tests, modules and libraries from garbage collections, which are rare from now on, as in servers."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+    gc.enable()
 
 
 WINDOW = 100

@@ -112,11 +112,12 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     with_gil = ctypes.PyDLL(None)
     yield "malloc without the GIL", lambda: libc.malloc(10)
     yield "malloc with the GIL", lambda: with_gil.malloc(10)
-    dtypes = ("f32", "bf16", "q8", "rotated", "q4"), ("f32", "f16", "bf16", "int8")
+    kv_dtypes = ("f32", "f16", "bf16", "int8")
     for isa in supported_levels():
-        for weights, kv in itertools.product(*dtypes):
-            # Each dtype of weights and of pages has both windows, and each pair of them one.
-            windows = ((0,), (37,))[(dtypes[0].index(weights) + dtypes[1].index(kv)) % 2]
+        # Layers multiply weights and read pages in ops of their own: each dtype of either has both windows.
+        for (number, weights), window in itertools.product(enumerate(("f32", "bf16", "q8", "rotated", "q4")), (0, 37)):
+            kv = kv_dtypes[(number + (window > 0)) % len(kv_dtypes)]
+            windows = (window,)
             unusual = kv == "int8"
             model = Toy(
                 weights=weights, kv=kv, windows=windows, unusual=unusual, isa=isa, threads=THREADS, memory=guarded

@@ -58,10 +58,10 @@ def test_queueing_time_is_that_of_the_textbook(make_simulator: Make, load: float
     Each request waits for the end of the request before, exactly.
     """
     step_s = 0.01
-    workload = Workload(request_rate=load / step_s, num_prompts=3_000, prompt_tokens="1", output_tokens="1")
+    workload = Workload(request_rate=load / step_s, num_prompts=1_000, prompt_tokens="1", output_tokens="1")
     arrivals = list(make_arrivals(workload))
     simulator = make_simulator(
-        arrivals, lambda plan: step_s, max_num_seqs=1, max_num_waiting=3_000, num_pages=2, debug=False
+        arrivals, lambda plan: step_s, max_num_seqs=1, max_num_waiting=1_000, num_pages=2, debug=False
     )
     simulator.run()
     waits, free_s = [], 0.0
