@@ -31,15 +31,26 @@ PENALIZED = SamplingParams(
 )
 
 
-FAST_LEVELS = tuple(isa for isa in LEVELS if isa not in ("scalar", "amx-twin"))  # The others are in portable C.
+FAST_LEVELS = tuple(isa for isa in LEVELS if isa not in ("scalar", "amx-twin")) or LEVELS
+SLOW_LEVELS = tuple(isa for isa in LEVELS if isa not in FAST_LEVELS)  # portable C, ten times as slow
 
 
-def of_each_level(fast: Sequence[Any], slow: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return each ISA level with each value; levels in portable C, which take ten times as long, have few values.
+def spread(values: Sequence[Any]) -> list[tuple[Dtypes, str, Any]]:
+    """Return each pair of dtypes with each value, at one fast level; each level has all dtypes and all values."""
+    return [
+        (dtypes, FAST_LEVELS[(number + place) % len(FAST_LEVELS)], value)
+        for number, dtypes in enumerate(DTYPES)
+        for place, value in enumerate(values)
+    ]
 
-    A level in portable C has the loops of the others: other sizes of chunks and batches cannot take other paths there.
-    """
-    return [(isa, value) for isa in LEVELS for value in (fast if isa in FAST_LEVELS else slow)]
+
+def of_slow_levels(value: Any, first: int = 0) -> list[tuple[Dtypes, str, Any]]:
+    """Return each slow level with dtypes from the first on: it has the loops of the others, which run each value."""
+    return [(dtypes, isa, value) for isa in SLOW_LEVELS for dtypes in DTYPES[first:]]
+
+
+def name_of(argument: object) -> str:
+    return "-".join(map(str, argument)) if isinstance(argument, tuple) else str(argument)
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
@@ -72,9 +83,10 @@ def alone() -> Alone:
 
 
 @pytest.mark.parametrize(
-    ("isa", "threads_and_chunk"), of_each_level(fast=((1, None), (2, 1), (1, 7), (2, 32), (1, 33)), slow=((2, 33),))
+    ("dtypes", "isa", "threads_and_chunk"),
+    [*spread([(1, None), (2, 1), (1, 7), (2, 32), (1, 33)]), *of_slow_levels((2, 33))],
+    ids=name_of,
 )
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 async def test_requests_together_match_requests_alone(
     isa: str, dtypes: Dtypes, threads_and_chunk: tuple[int, int | None], alone: Alone
 ) -> None:
@@ -83,8 +95,11 @@ async def test_requests_together_match_requests_alone(
         assert await together(engine, REQUESTS) == await alone(isa, dtypes)
 
 
-@pytest.mark.parametrize(("isa", "batch"), of_each_level(fast=(3, 8, 33), slow=(17,)))
-@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+@pytest.mark.parametrize(
+    ("dtypes", "isa", "batch"),
+    [*spread([3, 8, 33]), *of_slow_levels(17, first=DTYPES.index(("q8", "int8")))],
+    ids=name_of,
+)
 async def test_any_batch(isa: str, dtypes: Dtypes, batch: int, alone: Alone) -> None:
     others = [
         GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i, 4096), sampling_params=(GREEDY, SEEDED, PENALIZED)[i % 3])
@@ -96,7 +111,7 @@ async def test_any_batch(isa: str, dtypes: Dtypes, batch: int, alone: Alone) -> 
     assert results[batch // 2] == wanted
 
 
-@pytest.mark.parametrize("isa", FAST_LEVELS or LEVELS)
+@pytest.mark.parametrize("isa", FAST_LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 async def test_a_prefix_hit_changes_only_the_tokens_computed(isa: str, dtypes: Dtypes, alone: Alone) -> None:
     async with engine_of(isa, dtypes) as engine:
@@ -106,7 +121,7 @@ async def test_a_prefix_hit_changes_only_the_tokens_computed(isa: str, dtypes: D
     assert first == bits(chunks) == (await alone(isa, dtypes))[0]
 
 
-@pytest.mark.parametrize("isa", FAST_LEVELS or LEVELS)
+@pytest.mark.parametrize("isa", FAST_LEVELS)
 async def test_preempted_when_pages_run_out(isa: str) -> None:
     """Three requests grow to four pages each in a pool of six: the scheduler must preempt and recompute."""
     dtypes = ("bf16", "bf16")
