@@ -43,6 +43,10 @@ check-bits: $(DEV)
 	$(BIN)/python -m tests.system.random_states $(BITS)
 
 attack: $(DEV)
+check-drafts: $(BIN)/quire
+	$(BIN)/python tests/fuzz/check_drafts.py $(DRAFTS)
+
+attack: $(BIN)/quire
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
 attack-http: $(DEV)
@@ -162,4 +166,4 @@ define install
   || { tail -n 40 .venv/install.log; exit 1; }
 endef
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image

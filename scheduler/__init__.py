@@ -19,6 +19,8 @@ from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
 from .encoding import NO_ENCODER, EncoderLimits, EncoderStats
 from .engine_loop import EngineLoop, FinishedStep
 from .plan import (
+    DraftResult,
+    DraftTask,
     EncodedText,
     EncoderResult,
     EncoderStep,
@@ -61,6 +63,8 @@ __all__ = [
     "CannotMeetDeadline",
     "Coefficients",
     "CostModel",
+    "DraftResult",
+    "DraftTask",
     "DuplicateRequest",
     "EncodeRequest",
     "EncodeSpec",

@@ -64,3 +64,8 @@ class DraftLengths:
             seconds += cost
             probability *= acceptance_rate
         return count
+
+    def saving(self, acceptance_rate: float, length: int) -> float:
+        """Return the expected seconds per token that drafts of this length save."""
+        tokens = sum([acceptance_rate**j for j in range(length + 1)])
+        return self._seconds - (self._seconds + length * self._seconds_per_draft) / tokens

@@ -7,8 +7,8 @@ create than frozen dataclasses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -75,6 +75,16 @@ class EncoderStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTask:
+    """The draft tokens that a draft model should propose after a step, for the next one."""
+
+    lengths: Mapping[int, int]  # request id -> most tokens to propose
+    salts: Mapping[int, bytes]  # request id -> salt of its cached pages
+    max_rows: int  # rows of the first pass, in which missing tokens are computed
+    ended: tuple[int, ...]  # ids of requests that have ended since the last task
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: decode rows first, then prefill chunks, each in order of admission; then the encoder. Never empty."""
 
@@ -85,6 +95,7 @@ class StepPlan:
     encoder: tuple[EncoderStep, ...] = ()  # batches, one after another
     images_s: float = 0.0  # approximate time budget for images; sequences whose image takes longer are deferred
     max_forced: int = 0  # most grammar-forced tokens per sequence that are worth drafting in the next step
+    drafting: DraftTask | None = None  # work of the draft model after the step, if there is any
 
 
 class SampledToken(NamedTuple):
@@ -108,6 +119,19 @@ class EncoderResult(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftResult:
+    """The proposals of a draft model, and the work they took."""
+
+    tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # request id -> tokens that may follow
+    num_passes: int = 0
+    num_rows: int = 0  # rows of all passes
+    seconds: float = 0.0
+
+
+NO_DRAFTS = DraftResult()
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Samples in the plan's order, grouped by sequence, and the seconds that the sequences took."""
 
@@ -117,3 +141,17 @@ class StepResult:
     encoder: tuple[EncoderResult, ...] = ()  # one result per batch of the plan
     deferred: frozenset[int] = frozenset()  # ids of sequences that were not computed because their image is not done
     images_s: float = 0.0  # time of images, before the sequences
+    drafting: DraftResult = NO_DRAFTS
+
+
+def accepted_tokens(sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> Sequence[int]:
+    """Return the tokens of a sequence's samples up to the first that differs from its draft token or has no token."""
+    accepted: list[int] = []
+    drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :] if len(samples) > 1 else ()
+    for token, draft in zip(samples, (*drafts, None), strict=True) if samples else ():
+        if token.error is not None or token.is_deferred:
+            break
+        accepted.append(token.token_id)
+        if token.token_id != draft:
+            break
+    return accepted

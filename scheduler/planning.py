@@ -19,7 +19,7 @@ from .admission import SchedulerConfig
 from .budget import TARGET_SHARE, Budget, StepBudget
 from .cost import CostModel, StepLoad, chunk_pairs
 from .encoding import EncoderPlanner, seconds_beside
-from .plan import PlacedImage, ScheduledSequence, StepPlan, least_whole_chunk, whole_chunk
+from .plan import DraftTask, PlacedImage, ScheduledSequence, StepPlan, least_whole_chunk, whole_chunk
 from .policy import Policy
 from .queue import RequestQueue
 from .request import Request, State
@@ -72,9 +72,12 @@ class Planner:
             step.keep_half()
         self._fill(step)
         drafts: Mapping[int, list[int]] = {}
+        drafting = None
         if not self._queue and not step.load.prefill_tokens:
-            drafts = self._speculator.draft(self._batch.requests.values(), step.load, step.seconds_left)
-        return self._assemble(drafts, step, seconds_left)
+            running = self._batch.requests.values()
+            drafts = self._speculator.draft(running, step.load, step.seconds_left)
+            drafting = self._speculator.ask(running, step.load, step.seconds_left)
+        return self._assemble(drafts, step, seconds_left, drafting)
 
     def _plan_texts(self) -> StepPlan | None:
         """Return a step without sequences, as `plan` would: the setup cost dominates short texts."""
@@ -221,7 +224,11 @@ class Planner:
         table.append(num_tokens)
 
     def _assemble(
-        self, drafts: Mapping[int, list[int]], step: StepBudget, seconds_left: float | None
+        self,
+        drafts: Mapping[int, list[int]],
+        step: StepBudget,
+        seconds_left: float | None,
+        drafting: DraftTask | None,
     ) -> StepPlan | None:
         """Return the step that computes the growth of the tables, with the encoder's part.
 
@@ -241,6 +248,7 @@ class Planner:
             encoder=encoding,
             images_s=self._image_seconds(seconds_left) if any(row.images for row in prefills) else 0.0,
             max_forced=self._speculator.max_forced(StepLoad(len(decodes) + len(prefills), 0, load.kv_tokens)),
+            drafting=drafting,
         )
 
     def _rows(self, drafts: Mapping[int, list[int]]) -> tuple[Sequence[ScheduledSequence], Sequence[ScheduledSequence]]:

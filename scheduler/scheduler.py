@@ -67,7 +67,9 @@ class Scheduler:
         self._batch = RunningBatch(pager, self._cost)
         self._forecast = WaitForecast(self._cost, budget, max_seqs)
         max_samples = min(max_rows, config.max_num_samples or max_seqs)
-        self._speculator = Speculator(self._cost, pager.page_size, config.num_speculative_tokens, max_samples)
+        self._speculator = Speculator(
+            self._cost, pager.page_size, config.num_speculative_tokens, max_samples, config.draft_cost
+        )
         order: Policy[EncodeRequest] = FirstComeFirstServed() if encoder_policy is None else encoder_policy
         self._encoder = EncoderPlanner(encoder, order, self._cost, self._queue.count_encodings)
         self._planner = Planner(
@@ -186,8 +188,10 @@ class Scheduler:
         if plan.sequences and not result.deferred:
             self._learn(result.duration_s)
         if not (plan.num_prefill_tokens or plan.encoder):  # pauses before other steps may be idle time
-            self._speculator.note_pause(now - self._committed_at - result.duration_s, result.duration_s)
+            step_s = result.duration_s + result.drafting.seconds
+            self._speculator.note_pause(now - self._committed_at - step_s, result.duration_s)
         self._committed_at = now
+        self._speculator.note_proposals(result.drafting, self._requests)
         updates += self._encoder.commit(result.encoder, now)
         self._finish_step()
         return [update for update in updates if update is not None]

@@ -10,12 +10,13 @@ so no draft is made. Tokens that a grammar forces are drafts, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from .acceptance import DRAFTER_MEMORY, AcceptanceRate, DraftLengths
 from .cost import CostModel, StepLoad
+from .draft_model import DraftModel
 from .drafters import Drafter, PromptLookup, SuffixLookup
-from .plan import SampledToken, ScheduledSequence
+from .plan import DraftResult, DraftTask, SampledToken, ScheduledSequence
 from .request import Ending, Request, State
 
 MARGIN = 1.25  # factor of the cost of draft tokens that may be wrong
@@ -41,7 +42,10 @@ class Speculator:
     `num_tokens` limits the draft of one sequence, `max_rows` the step.
     """
 
-    def __init__(self, cost: CostModel, page_size: int, num_tokens: int, max_rows: int) -> None:
+    def __init__(
+        self, cost: CostModel, page_size: int, num_tokens: int, max_rows: int, draft_cost: float | None = None
+    ) -> None:
+        """`draft_cost` is the estimated time of a draft model's step over the model's; None: no draft model."""
         self.num_draft_tokens = 0  # verified since the start
         self.num_accepted_tokens = 0
         self._cost = cost
@@ -49,6 +53,9 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
         self._drafters: tuple[Drafter, ...] = (PromptLookup(), SuffixLookup())
+        self._model = None if draft_cost is None else DraftModel(cost, draft_cost)
+        if self._model is not None:
+            self._drafters = (*self._drafters, self._model)
         self._rates = tuple(AcceptanceRate(memory=DRAFTER_MEMORY) for _ in self._drafters)  # averages over all requests
         self._records: dict[int, DraftRecord] = {}  # request id -> record, from the first draft to the request's end
         self._pause_s = 0.0  # average pause between two steps, which a saved step saves as well
@@ -67,6 +74,8 @@ class Speculator:
         lengths = self._lengths(load, MARGIN)
         forced_lengths = self._lengths(load, FORCED_MARGIN)
         looks_up = lengths.best(1.0, 1) > 0 or forced_lengths.best(1.0, 1) > 0
+        if seconds_left is not None and self._model is not None:
+            seconds_left -= self._model.spent_s
         max_rows = self._rows_within(seconds_left, load)
         rows = load.decode_rows
         tokens: Sequence[int]
@@ -90,6 +99,39 @@ class Speculator:
                     drafts[request.request_id] = list(tokens)
                     rows += len(tokens)
         return drafts
+
+    def ask(self, requests: Collection[Request], load: StepLoad, seconds_left: float | None) -> DraftTask | None:
+        """Return what the draft model should do after this step, whose load without drafts is `load`.
+
+        No proposal is asked for where another drafter is as good.
+        """
+        model = self._model
+        if model is None:
+            return None
+        lengths = model.lengths(load, self._pause_s, MARGIN)
+        rows_left = self._max_rows - load.decode_rows
+        if rows_left < 1 or not lengths.best(1.0, 1):
+            return None
+        index = len(self._drafters) - 1
+        for request in requests:
+            limit = min(self._num_tokens, rows_left, request.spec.max_tokens - request.num_output_tokens - 2)
+            if limit < 1 or request.state is not State.DECODE or request.in_search or request.forced:
+                continue
+            record = self._record(request)
+            rate = record.rates[index]
+            if record.drafter not in (NO_DRAFTER, index) and record.rates[record.drafter].value >= rate.value:
+                continue
+            length = lengths.best(rate.value, limit)
+            if not length:
+                rate.recover()
+            elif model.ask(request, length, lengths, rate.value):
+                rows_left -= length
+        return model.task(load, seconds_left)
+
+    def note_proposals(self, result: DraftResult, requests: Mapping[int, Request]) -> None:
+        """Take the proposals of the draft model after a step. `requests` are live, by id."""
+        if self._model is not None:
+            self._model.note(result, requests)
 
     def resolve(
         self,
@@ -151,11 +193,15 @@ class Speculator:
             self._rates[record.drafter].note(drafted, accepted)
             record.drafter = NO_DRAFTER
 
-    def _propose(self, request: Request, limit: int, lengths: DraftLengths) -> Sequence[int]:
-        """Return the tokens of the drafter with the highest acceptance rate that has a proposal which pays."""
+    def _record(self, request: Request) -> DraftRecord:
         record = self._records.get(request.request_id)
         if record is None:
             record = self._records[request.request_id] = DraftRecord(self._rates)
+        return record
+
+    def _propose(self, request: Request, limit: int, lengths: DraftLengths) -> Sequence[int]:
+        """Return the tokens of the drafter with the highest acceptance rate that has a proposal which pays."""
+        record = self._record(request)
         rates = record.rates
         record.drafter = NO_DRAFTER
         for index in sorted(range(len(rates)), key=lambda index: -rates[index].value):

@@ -17,6 +17,8 @@ from ..common.settings import Settings
 from ..hub import ModelReference, fetch, headers, parse_reference
 from ..hub.transfer import OnBytes
 
+MODEL_OPTIONS = ("model", "embedding_model", "draft_model")  # options that name models
+
 
 def with_model_files(settings: Settings) -> Settings:
     """Return settings with the paths of models in place of their names on a hub; download what is missing.
@@ -24,7 +26,7 @@ def with_model_files(settings: Settings) -> Settings:
     A model keeps its name for clients, unless another is set. Raises as `fetch` of the hub does.
     """
     engine = settings.engine
-    names = {name: parse_reference(getattr(engine, name) or "") for name in ("model", "embedding_model")}
+    names = {name: parse_reference(getattr(engine, name) or "") for name in MODEL_OPTIONS}
     paths = {
         name: str(fetch(reference, FreeMemory(engine, reference), TerminalProgress()))
         for name, reference in names.items()
@@ -41,7 +43,7 @@ def with_model_headers(settings: Settings) -> Iterator[Settings]:
     """Yield settings as `with_model_files`, but with the headers of models that are not in the cache."""
     with ExitStack() as stack:
         engine = settings.engine
-        for name in ("model", "embedding_model"):
+        for name in MODEL_OPTIONS:
             reference = parse_reference(getattr(engine, name) or "")
             if reference is not None:
                 memory = FreeMemory(settings.engine, reference, refuses=False)
@@ -86,7 +88,7 @@ class FreeMemory:
         from ..model.encoder import is_encoder
         from ..tools.planning import PlanTarget, plan_encoder, plan_serving
 
-        engine = msgspec.structs.replace(self._engine, model=str(path), embedding_model=None)
+        engine = msgspec.structs.replace(self._engine, model=str(path), embedding_model=None, draft_model=None)
         if not is_encoder(path):
             plan = plan_serving(Settings(engine=engine, server=ServerConfig()), PlanTarget())
             return plan.total_bytes, plan.capacity.memory.kv_bytes

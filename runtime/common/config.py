@@ -268,11 +268,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_speculative_tokens: Annotated[
         DraftTokens,
         _scheduling(
-            "Maximum number of draft tokens per sequence and step, found in earlier text; the output stays the same. "
-            "0: none.",
+            "Maximum number of draft tokens per sequence and step, found in earlier text or proposed by draft_model; "
+            "the output stays the same. 0: none.",
             unit="tokens",
         ),
     ] = 0
+    draft_model: Annotated[
+        str | None,
+        _scheduling(
+            "A small model with the same vocabulary, which proposes draft tokens: a folder, or a GGUF file. It takes a "
+            "part of the KV cache.",
+            unit="path",
+            default="no draft model",
+        ),
+    ] = None
     kv_spill_size: Annotated[
         CountOrZero,
         _scheduling(
@@ -330,5 +339,6 @@ class EngineOptions(TypedDict, total=False):
     max_kv_share_per_tenant: float | None
     itl_target_ms: float | None
     num_speculative_tokens: int
+    draft_model: str | None
     kv_spill_size: int | str
     kv_spill_dir: str | None

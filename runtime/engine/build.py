@@ -32,7 +32,7 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
-from ..model.runner import Capacity, ModelRunner, load_model
+from ..model.runner import Capacity, ModelRunner, load_draft, load_model
 from ..model.runner.capacity import EncoderCapacity
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from ..model.vision import read_vision
@@ -40,7 +40,7 @@ from .core_parts import DecoderPart, LoadedDecoder, NoDecoder
 from .embedding.encoder import EncoderPart, LoadedEncoder, NoEncoder, describe_encoder
 from .embedding.encoder_text import EncoderText
 from .facade import NO_TEMPLATE
-from .text import Tokenizer
+from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def load_models(
     if is_encoder(model_path(config.model)):
         if config.embedding_model is not None:
             raise ConfigError("embedding_model cannot be given with a model that is an encoder itself; leave it out")
+        if config.draft_model is not None:
+            raise ConfigError("draft_model cannot be given with a model that is an encoder; leave it out")
         alone = _loaded(load_encoder(config, stop, on_planned=on_planned), config)
         return NoDecoder(alone, config), alone
     with ExitStack() as undo:
@@ -74,7 +76,10 @@ def load_models(
         if config.embedding_model is not None:
             encoder = _loaded(load_encoder(config, stop, runner.pool), config)
             undo.callback(encoder.close)
-        decoder = LoadedDecoder(runner, config, _open_spill_file(config, runner))
+        draft = None if config.draft_model is None else load_draft(config, runner, stop, populate=populate)
+        if draft is not None:
+            undo.callback(draft.close)
+        decoder = LoadedDecoder(runner, config, _open_spill_file(config, runner), draft)
         undo.pop_all()
         return decoder, encoder
 
@@ -96,6 +101,8 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
         special_tokens_in_content=config.special_tokens_in_content,
         open_tool_arguments=config.open_tool_arguments,
     )
+    if config.draft_model is not None:
+        _check_vocabulary(text_processor.tokenizer, model_path(config.draft_model))
     if text_processor.chat_template is None and text_processor.chat_problem != NO_TEMPLATE:
         _log.warning("chats are refused", reason=text_processor.chat_problem)
     text_processor.image_reader = _load_image_reader(path, text_processor.tokenizer, config)
@@ -103,6 +110,18 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
         return text_processor, None
     path = model_path(config.embedding_model)
     return text_processor, EncoderText(path, read_encoder(path))
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, draft: Path) -> None:
+    """Raise ConfigError if a token of the draft model has another text in the model's vocabulary."""
+    if tokenizer is None or not has_tokenizer(draft):
+        return
+    difference = tokenizer.first_difference(Tokenizer(draft))
+    if difference is not None:
+        token_id, text, draft_text = difference
+        raise ConfigError(
+            f"draft_model {draft} has another vocabulary: token {token_id} is {draft_text!r}, not {text!r}"
+        )
 
 
 def _open_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
@@ -160,14 +179,19 @@ def build_scheduler(
     clock: Callable[[], float] = time.monotonic,
     *,
     whole_images: bool = False,
+    draft_cost: float | None = None,
 ) -> Scheduler:
-    """Return the scheduler that the configuration describes, for a model that may need `whole_images`."""
+    """Return the scheduler that the configuration describes, for a model that may need `whole_images`.
+
+    `draft_cost` is the estimated time of a draft model's step over the model's; None: there is no draft model.
+    """
     cost = CostModel()
     share = config.max_kv_share_per_tenant
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_samples=max_num_samples,
         num_speculative_tokens=config.num_speculative_tokens,
+        draft_cost=draft_cost,
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
         max_kv_pages_per_tenant=None if share is None else max(1, int(share * pager.pool.num_pages)),

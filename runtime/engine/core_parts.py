@@ -14,7 +14,7 @@ from ..common.config import EngineConfig
 from ..common.errors import UnsupportedModel
 from ..model.config_json import generation_end_ids
 from ..model.files import sampled_fingerprint
-from ..model.runner import ModelRunner
+from ..model.runner import DraftRunner, ModelRunner
 from ..model.vision import DynamicVisionSpec, VisionSpec
 from .bits import bits_id
 from .embedding.encoder import LoadedEncoder
@@ -36,6 +36,7 @@ class DecoderPart(Protocol):
     max_num_samples: int  # rows of a step that sample
     whole_images: bool  # see `SchedulerConfig`
     kv_bytes: int  # bytes of the KV cache
+    draft_cost: float | None  # estimated time of the draft model's step over the model's; None: there is none
 
     @property
     def runner(self) -> ModelRunner:
@@ -63,14 +64,22 @@ class DecoderPart(Protocol):
 class LoadedDecoder:
     """A `DecoderPart` that computes with a model runner. It owns the runner and its spill file."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, spill_file: SpillFile | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        spill_file: SpillFile | None = None,
+        draft: DraftRunner | None = None,
+    ) -> None:
         self.runner = runner
         self.path = runner.path
         self.max_num_samples = runner.capacity.max_num_samples
         self.whole_images = runner.images is not None and runner.images.spec.whole_images
         self.kv_bytes = runner.capacity.memory.kv_bytes
+        self.draft_cost = None if draft is None else draft.cost_beside(runner)
         self._config = config
         self._spill_file = spill_file
+        self._draft = draft
 
     def open_pager(self) -> Pager:
         """See `DecoderPart.open_pager`."""
@@ -119,12 +128,17 @@ class LoadedDecoder:
         """See `DecoderPart.run`."""
         if not plan.sequences:
             return StepResult(plan.step_id, (), 0.0)
-        if masks is None:
-            return self.runner.execute(plan)
-        return masks.advance(self.runner.execute(plan, masks), plan.max_forced)
+        result = self.runner.execute(plan, masks)
+        if masks is not None:
+            result = masks.advance(result, plan.max_forced)
+        if self._draft is not None and plan.drafting is not None:
+            result = self._draft.propose(plan, plan.drafting, result)
+        return result
 
     def close(self) -> None:
         """See `DecoderPart.close`."""
+        if self._draft is not None:
+            self._draft.close()
         if self._spill_file is not None:
             self._spill_file.close()
         self.runner.close()
@@ -135,6 +149,7 @@ class NoDecoder:
 
     kv_bytes = 0
     whole_images = False
+    draft_cost: float | None = None
 
     def __init__(self, encoder: LoadedEncoder, config: EngineConfig) -> None:
         self.path = encoder.encoder.path

@@ -68,7 +68,12 @@ class EngineCore:
         self._encoder = encoder
         self._kv_events = build_kv_events(config, self.pager)
         self.scheduler = build_scheduler(
-            config, self.pager, decoder.max_num_samples, encoder.limits, whole_images=decoder.whole_images
+            config,
+            self.pager,
+            decoder.max_num_samples,
+            encoder.limits,
+            whole_images=decoder.whole_images,
+            draft_cost=decoder.draft_cost,
         )
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
         self._computing = threading.Lock()  # held while a thread uses a model

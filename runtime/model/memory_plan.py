@@ -43,6 +43,7 @@ class MemoryPlan:
     encoder: EncoderMemoryPlan | None = None  # encoder that is served next to the decoder
     images: VisionMemoryPlan | None = None  # the model's vision tower and the cache of its results
     lora_bytes: int = 0  # the most that adapters take
+    draft: MemoryPlan | None = None  # the draft model
     process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan
 
@@ -53,7 +54,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
-        beside = self.encoder_bytes + self.images_bytes + self.lora_bytes + self.process_bytes
+        beside = self.encoder_bytes + self.images_bytes + self.lora_bytes + self.draft_bytes + self.process_bytes
         return self.weights_bytes + self.kv_bytes + self.state_bytes + step + beside
 
     @property
@@ -63,6 +64,16 @@ class MemoryPlan:
     @property
     def images_bytes(self) -> int:
         return 0 if self.images is None else self.images.total_bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model, with its pages."""
+        return 0 if self.draft is None else self.draft.total_bytes - self.draft.process_bytes
+
+    @property
+    def draft_kv_bytes(self) -> int:
+        """Bytes of the draft model's pages."""
+        return 0 if self.draft is None else self.draft.kv_bytes
 
     def describe(self) -> str:
         """Return the plan as text, one line per purpose."""
@@ -77,6 +88,7 @@ class MemoryPlan:
             *([("embedding model", self.encoder_bytes, "weights, batches")] if self.encoder else []),
             *([("vision tower", self.images_bytes, _of_images(self.images))] if self.images else []),
             *([("adapters", self.lora_bytes, "at most")] if self.lora_bytes else []),
+            *([("draft model", self.draft_bytes, _of_draft(self.draft))] if self.draft else []),
             ("Python libraries", self.process_bytes, "estimate"),
             ("total", self.total_bytes, ""),
         ]
@@ -85,6 +97,10 @@ class MemoryPlan:
 
 def _of_images(plan: VisionMemoryPlan) -> str:
     return f"weights {plan.weights_bytes:,} B, image cache {plan.cache_bytes:,} B"
+
+
+def _of_draft(plan: MemoryPlan) -> str:
+    return f"weights {plan.weights_bytes:,} B, KV pages {plan.kv_bytes:,} B"
 
 
 def _by_dtype(weights: Mapping[PackedDtype, int]) -> str:
@@ -109,10 +125,11 @@ def plan_memory(
     images: VisionMemoryPlan | None = None,
     lora: LoraLayout | None = None,
     lora_bytes: int = 0,
+    draft: MemoryPlan | None = None,
 ) -> MemoryPlan:
-    """Plan the memory of loading, compiling and running with these arguments; `encoder` and `images` are added.
+    """Plan the memory of loading, compiling and running with these arguments.
 
-    Adapters of the layout `lora` take `lora_bytes`.
+    `encoder`, `images` and `draft` are added. Adapters of the layout `lora` take `lora_bytes`.
     """
     shapes, weights_bytes = plan_weights(spec, weights)
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
@@ -133,5 +150,6 @@ def plan_memory(
         encoder=encoder,
         images=images,
         lora_bytes=lora_bytes,
+        draft=draft,
         program=program,
     )

@@ -88,6 +88,7 @@ def scoring_config(config: EngineConfig, spec: DecoderSpec, windows: Windows) ->
         kv_cache_memory=pages * layout.page_bytes + rows * states.nbytes,
         state_cache_memory=0,
         num_speculative_tokens=0,
+        draft_model=None,
     )
 
 

@@ -616,7 +616,7 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
-        STEP_MASKS,
+        "scheduler/plan.py",
         "        if token.token_id != draft:\n",
         "        if draft is None:\n",
         "after a rejected draft the grammar's forced tokens are not drafted",

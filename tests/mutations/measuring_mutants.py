@@ -217,7 +217,7 @@ MUTANTS = [
     ),
     Mutant(
         ALTERNATIVES,
-        "others = capacity.memory.total_bytes - capacity.memory.kv_bytes\n",
+        "others = memory.total_bytes - kv_bytes - memory.state_bytes + planned.memory.state_bytes\n",
         "others = planned.memory.total_bytes - planned.memory.kv_bytes\n",
         "smaller weights leave no more memory for the KV cache",
         PLANNING_TESTS,

@@ -515,6 +515,30 @@ MUTANTS = [
         "a text that was drafted badly once is never drafted again",
     ),
     Mutant(
+        "scheduler/draft_model.py",
+        "list(tokens[:num_since]) != request.token_ids[end:]",
+        "False",
+        "a proposal that the text has left is verified",
+    ),
+    Mutant(
+        "scheduler/draft_model.py",
+        "            if missing_s > further * lengths.saving(acceptance_rate, length):\n",
+        "            if False:\n",
+        "the draft model computes long prompts for short answers",
+    ),
+    Mutant(
+        "scheduler/draft_model.py",
+        "            self._ended.append(request_id)\n",
+        "",
+        "the draft model keeps the pages of ended requests",
+    ),
+    Mutant(
+        "scheduler/draft_model.py",
+        "            self._ratio *= RATIO_MEMORY + (1 - RATIO_MEMORY) * surprise\n",
+        "            pass\n",
+        "a slow draft model is used as if it were fast",
+    ),
+    Mutant(
         "scheduler/acceptance.py",
         "probability * seconds > cost * tokens:",
         "probability * self._seconds > cost:",

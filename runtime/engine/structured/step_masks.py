@@ -6,13 +6,13 @@ Must not import the compilation of grammars.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ....scheduler.plan import SampledToken, ScheduledSequence, StepResult
+from ....scheduler.plan import ScheduledSequence, StepResult, accepted_tokens
 from ...model.runner import AllowedTokens
 from .masks import HOLD_S, MaskJob, MaskQueue, RunningGrammar
 
@@ -60,7 +60,7 @@ class StepMasks:
                 if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
                     continue
                 held = running.compiled
-            accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
+            accepted = accepted_tokens(sequence, sampled[at : at + sequence.num_samples])
             running.accept(accepted)
             running.end += len(accepted)
             forced = running.forced(max_forced) if running.may_force else ()
@@ -121,16 +121,3 @@ def _stacked(jobs: Iterable[MaskJob | None]) -> tuple[Any, dict[MaskJob | None, 
             num_masks += job.num_masks
             masks.append(job.masks)
     return masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, offsets
-
-
-def _accepted(sequence: ScheduledSequence, sampled: Sequence[SampledToken], at: int) -> Sequence[int]:
-    """Return the samples from `at` on up to the first one that differs from its draft token or has no token."""
-    accepted: list[int] = []
-    drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :]
-    for token, draft in zip(sampled[at : at + sequence.num_samples], (*drafts, None), strict=True):
-        if token.error is not None or token.is_deferred:
-            break
-        accepted.append(token.token_id)
-        if token.token_id != draft:
-            break
-    return accepted

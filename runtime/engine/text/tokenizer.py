@@ -89,6 +89,13 @@ class Tokenizer:
             texts = [*self._fast.get_vocab(with_added_tokens=True)]
         return max(map(len, texts), default=1)
 
+    def first_difference(self, other: Tokenizer) -> tuple[int, str, str] | None:
+        """Return the lowest id whose texts in the two vocabularies differ, and both texts; None if there is none."""
+        texts = {token_id: text for text, token_id in self._fast.get_vocab(with_added_tokens=True).items()}
+        others = {token_id: text for text, token_id in other._fast.get_vocab(with_added_tokens=True).items()}
+        different = [token_id for token_id in texts.keys() & others.keys() if texts[token_id] != others[token_id]]
+        return min(((each, texts[each], others[each]) for each in different), default=None)
+
     @cached_property
     def bos_token_id(self) -> int | None:
         """The begin token that `encode` puts before every text, None if it puts none."""

@@ -1,6 +1,7 @@
 """Load a model (`load_model`) and execute steps on the kernels (`ModelRunner`)."""
 
 from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa, pick_tune_mode
+from .draft_runner import DraftRunner, load_draft
 from .model_runner import ModelRunner, load_model
 from .reasoning import ReasoningBudget, ReasoningMarkers, find_reasoning
 from .sampling import AllowedTokens, Masks, SamplingSpec
@@ -9,6 +10,7 @@ from .tuned import cache_folder, describe_choices, kept_tunings
 __all__ = [
     "AllowedTokens",
     "Capacity",
+    "DraftRunner",
     "Masks",
     "ModelRunner",
     "ReasoningBudget",
@@ -19,6 +21,7 @@ __all__ = [
     "describe_choices",
     "find_reasoning",
     "kept_tunings",
+    "load_draft",
     "load_model",
     "pick_cpus",
     "pick_isa",

@@ -18,7 +18,7 @@ from ....pager import PAGE_SIZES, STATE_INTERVAL, KVLayout, StatePool
 from ...common.config import EngineConfig, TuneMode
 from ...common.errors import ConfigError
 from ...common.memory import free_memory_bytes
-from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
+from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory, read_spec
 from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
 from ..files import model_path
 from ..lora import LoraLayout, plan_lora
@@ -48,6 +48,7 @@ class Capacity:
     tune: TuneMode
     memory: MemoryPlan
     lora: LoraLayout | None = None  # layers that adapters may change
+    draft: Capacity | None = None  # capacity of the draft model
 
     def open_states(self, copy: Callable[[int, int], None] | None = None) -> StatePool | None:
         """Return a pool of the slots for states, which `copy` copies; None for a model without states."""
@@ -68,12 +69,20 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     lora_bytes = 0 if lora is None else config.lora_memory or lora.slots * lora.adapter_nbytes()
     other_bytes += lora_bytes
     states = lay_out_states(spec, config.num_speculative_tokens, config.state_dtype)
+    draft = None if config.draft_model is None else DraftShare.of(config, spec, layout, max_model_len)
+    if draft is not None:
+        other_bytes += draft.other_bytes
     kv_bytes = _kv_bytes(config, other_bytes)
+    if draft is not None:
+        draft_bytes = draft.of_bytes(kv_bytes - config.max_num_seqs * states.nbytes)
+        kv_bytes -= draft_bytes
+        config = draft.without(config, draft_bytes)
     num_cached_states = _num_cached_states(config, states, kv_bytes - config.max_num_seqs * states.nbytes)
     num_states = config.max_num_seqs + num_cached_states
     num_pages = _num_pages(config, layout, max_model_len, kv_bytes, num_states * states.nbytes)
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
+    draft_capacity = None if draft is None else draft.capacity(min(draft_bytes, draft.beside(num_pages, layout)))
     memory = plan_memory(
         spec,
         weights=config.weights,
@@ -90,6 +99,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         images=images,
         lora=lora,
         lora_bytes=lora_bytes,
+        draft=None if draft_capacity is None else draft_capacity.memory,
     )
     isa = pick_isa(config)
     tune = pick_tune_mode(config)
@@ -107,7 +117,75 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         tune,
         memory,
         lora,
+        draft_capacity,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """The draft model's share of the KV cache: as many tokens as the model's own."""
+
+    config: EngineConfig
+    spec: DecoderSpec
+    ratio: float  # bytes of a sequence in the draft model's pages over those in the model's
+    other_bytes: int  # weights and work memory
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: DecoderSpec, layout: KVLayout, max_model_len: int) -> DraftShare:
+        """Return the share that `config` implies. Raises ModelError or ConfigError for a model that cannot draft."""
+        if not config.num_speculative_tokens:
+            raise ConfigError("draft_model needs num_speculative_tokens, which is 0; 4 is a good start")
+        draft = draft_config(config)
+        draft_spec = read_spec(model_path(draft.model))
+        if lay_out_states(draft_spec).nbytes:
+            raise ConfigError(
+                f"draft_model {config.draft_model} has layers with states; a draft model needs attention in all layers"
+            )
+        draft_layout = _layout(draft, draft_spec)
+        length = min(max_model_len, draft_spec.max_position_embeddings)
+        ratio = _sequence_bytes(draft_layout, length) / max(1, _sequence_bytes(layout, max_model_len))
+        smallest = msgspec.structs.replace(draft, kv_cache_memory=_sequence_bytes(draft_layout, 1))
+        memory = decide_capacity(smallest, draft_spec).memory
+        return cls(draft, draft_spec, ratio, memory.total_bytes - memory.kv_bytes - memory.process_bytes)
+
+    def of_bytes(self, kv_bytes: int) -> int:
+        """Return the draft model's part of a KV cache of this size."""
+        return max(int(kv_bytes * self.ratio / (1 + self.ratio)), self._least_bytes)
+
+    def without(self, config: EngineConfig, draft_bytes: int) -> EngineConfig:
+        """Return the configuration of the model alone, which `draft_bytes` of the KV cache do not belong to."""
+        if config.kv_cache_memory is None:
+            return config
+        kv_bytes = config.kv_cache_memory - draft_bytes
+        if kv_bytes <= 0:
+            raise ConfigError(
+                f"kv_cache_memory {config.kv_cache_memory} must be more than the {draft_bytes} bytes of a page of "
+                "draft_model"
+            )
+        return msgspec.structs.replace(config, kv_cache_memory=kv_bytes)
+
+    def beside(self, num_pages: int, layout: KVLayout) -> int:
+        """Return the bytes of the draft model's pages beside `num_pages` pages of the model."""
+        return max(int(num_pages * layout.page_bytes * self.ratio), self._least_bytes)
+
+    @property
+    def _least_bytes(self) -> int:
+        """Bytes of the pages that one sequence needs at least."""
+        return _sequence_bytes(_layout(self.config, self.spec), 1)
+
+    def capacity(self, kv_bytes: int) -> Capacity:
+        """Return the capacity of the draft model with pages of `kv_bytes` bytes."""
+        return decide_capacity(msgspec.structs.replace(self.config, kv_cache_memory=kv_bytes), self.spec)
+
+
+def _sequence_bytes(layout: KVLayout, num_tokens: int) -> int:
+    return layout.pages_for(num_tokens) * layout.page_bytes
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of the draft model, as if it were served alone."""
+    alone = {"embedding_model": None, "draft_model": None, "max_model_len": None, "state_cache_memory": None}
+    return msgspec.structs.replace(config, model=config.draft_model, lora={}, lora_memory=None, **alone)
 
 
 def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:

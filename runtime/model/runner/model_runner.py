@@ -71,7 +71,9 @@ class ModelRunner:
         tower: PackedTower | None = None,
         *,
         populate: bool = True,
+        pool: Pool | None = None,
     ) -> None:
+        """`pool` has the threads of another model in the same process; without it the runner has its own threads."""
         self.spec = model.spec
         self.path = model.path
         self.capacity = capacity
@@ -88,7 +90,7 @@ class ModelRunner:
         )
         table = None if capacity.lora is None else LoraTable(capacity.lora.slots, capacity.lora.widths())
         self.ops = plan.ops
-        self.pool = pool = Pool(capacity.cpus.threads)
+        self.pool = pool = pool or Pool(capacity.cpus.threads)
         try:
             self._program = Program(
                 plan.ops,

@@ -78,12 +78,14 @@ def alternatives(config: EngineConfig, spec: DecoderSpec, capacity: Capacity) ->
 
 def _alternative(config: EngineConfig, spec: DecoderSpec, capacity: Capacity, planned: Capacity) -> Alternative:
     memory = capacity.memory
-    others = memory.total_bytes - memory.kv_bytes - memory.state_bytes + planned.memory.state_bytes
+    kv_bytes = memory.kv_bytes + memory.draft_kv_bytes
+    own_share = memory.kv_bytes / kv_bytes if memory.draft else 1
+    others = memory.total_bytes - kv_bytes - memory.state_bytes + planned.memory.state_bytes
     return Alternative(
         config=config,
         weights=weights_text(spec, config.weights),
         capacity=capacity,
-        num_pages=max(0, capacity.layout.pages_in(planned.memory.total_bytes - others)),
+        num_pages=max(0, capacity.layout.pages_in(int((planned.memory.total_bytes - others) * own_share))),
         state_bytes=planned.memory.state_bytes,
     )
 
@@ -110,7 +112,7 @@ def fit_capacity(config: EngineConfig, spec: DecoderSpec, memory_bytes: int, oth
     """
     largest = decide_capacity(msgspec.structs.replace(config, kv_cache_memory=UNBOUNDED), spec)
     memory = largest.memory
-    others = memory.total_bytes - memory.kv_bytes - memory.state_bytes + other_bytes
+    others = memory.total_bytes - memory.kv_bytes - memory.draft_kv_bytes - memory.state_bytes + other_bytes
     least = memory.state_bytes + largest.layout.pages_for(config.max_model_len or 1) * largest.layout.page_bytes
     if memory_bytes < others + least:
         raise ConfigError(f"memory must be at least {others + least:,} bytes with these options, not {memory_bytes:,}")

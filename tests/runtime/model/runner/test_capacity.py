@@ -211,3 +211,37 @@ def test_rows_that_sample(settings: dict[str, Any], samples: int) -> None:
     capacity = decided(kv_cache_memory=10 * PAGE, **settings)
     assert capacity.max_num_samples == samples
     assert capacity.memory.program.logits.rows == samples
+
+
+@pytest.mark.parametrize("memory", [{"kv_cache_memory": 100 * PAGE}, {"kv_cache_share": 0.01}, {"kv_cache_share": 0.9}])
+def test_a_draft_model_has_as_many_tokens_in_the_same_memory(memory: dict[str, Any]) -> None:
+    """The draft model has 2,048 positions as the model, or 512."""
+    drafting = {"num_speculative_tokens": 4, "max_num_seqs": 4, **memory}
+    alone = decided(**drafting)
+    itself = decided(draft_model=str(BUNDLED_MODEL), **drafting)
+    another = decided(draft_model=str(GOLDENS / "llama"), **drafting)
+    for capacity in (itself, another):
+        pages = capacity.num_pages * PAGE
+        draft = capacity.draft
+        draft_pages = draft.num_pages * draft.layout.page_bytes
+        assert pages + draft_pages <= alone.num_pages * PAGE or capacity.num_pages == alone.num_pages
+        assert capacity.memory.draft_bytes == draft.memory.total_bytes - draft.memory.process_bytes
+        assert capacity.memory.draft_kv_bytes == draft_pages
+        sequences = capacity.num_pages / capacity.layout.pages_for(capacity.max_model_len)
+        length = min(512 if capacity is another else 2048, capacity.max_model_len)
+        assert draft.num_pages / draft.layout.pages_for(length) == pytest.approx(sequences, rel=0.1)
+    assert itself.draft.num_pages == itself.num_pages
+    assert f"draft model  {another.memory.draft_bytes:>23,} B  weights" in another.memory.describe()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "draft_model needs num_speculative_tokens, which is 0; 4 is a good start"),
+        ({"draft_model": str(GOLDENS / "lfm2")}, "lfm2 has layers with states; a draft model needs attention in all"),
+        ({"kv_cache_memory": PAGE}, "kv_cache_memory 65536 must be more than the 65536 bytes of a page of draft_model"),
+    ],
+)
+def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decided(**{"draft_model": str(BUNDLED_MODEL), "num_speculative_tokens": 4, **settings})
