@@ -42,11 +42,10 @@ check-bits: $(DEV)
 	$(BIN)/python -m tests.kernels.random_bits $(BITS)
 	$(BIN)/python -m tests.system.random_states $(BITS)
 
-attack: $(DEV)
-check-drafts: $(BIN)/quire
+check-drafts: $(DEV)
 	$(BIN)/python tests/fuzz/check_drafts.py $(DRAFTS)
 
-attack: $(BIN)/quire
+attack: $(DEV)
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
 attack-http: $(DEV)
