@@ -56,7 +56,7 @@ class OrderedRun:
             for number, line in lines:
                 await self._slots.enter()
                 task = asyncio.create_task(self._answer(number, line))
-                task.add_done_callback(self._leave)  # also if it is cancelled before it begins
+                task.add_done_callback(self._leave)  # This covers a task that is cancelled before it begins.
                 self._pending.append(task)
                 self._write_ready()
                 while len(self._pending) > MAX_HELD or self._held_bytes > MAX_HELD_BYTES:
