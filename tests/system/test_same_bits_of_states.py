@@ -202,6 +202,16 @@ async def test_the_first_message_ends_at_an_id_of_generation_config(tmp_path: Pa
         assert engine.stats().prefix_hits_tokens == 32
 
 
+async def test_an_engine_that_restarts_has_as_many_pages_and_states() -> None:
+    """A process that replaces a lost one gets the memory that this one derived."""
+    memory = 4_000_000
+    for _ in range(3):
+        async with running(kv_cache_memory=memory, max_num_seqs=8) as engine:
+            memory = engine.core.kv_bytes
+            pager = engine.core.pager
+            assert (pager.pool.num_pages, pager.states.num_slots) == (280, 40)
+
+
 async def test_only_forks_copy_a_state() -> None:
     async with running(num_speculative_tokens=3, state_cache_memory=0) as engine:
         await together(engine, [each for each in REQUESTS if each.sampling_params.n == 1])
