@@ -35,7 +35,7 @@ class DecoderPart(Protocol):
     path: Path  # folder of the model that has the vocabulary
     max_num_samples: int  # rows of a step that sample
     whole_images: bool  # see `SchedulerConfig`
-    kv_bytes: int  # bytes of the KV cache, states included
+    kv_bytes: int  # bytes of the KV cache, states and a draft model's pages included
     draft_cost: float | None  # estimated time of the draft model's step over the model's; None: there is none
 
     @property
@@ -76,7 +76,7 @@ class LoadedDecoder:
         self.max_num_samples = runner.capacity.max_num_samples
         self.whole_images = runner.images is not None and runner.images.spec.whole_images
         memory = runner.capacity.memory
-        self.kv_bytes = memory.kv_bytes + memory.state_bytes
+        self.kv_bytes = memory.kv_bytes + memory.state_bytes + memory.draft_kv_bytes
         self.draft_cost = None if draft is None else draft.cost_beside(runner)
         self._config = config
         self._spill_file = spill_file
