@@ -448,8 +448,8 @@ MUTANTS = [
     ),
     Mutant(
         ALTERNATIVES,
-        "return self.num_pages // self.capacity.layout.pages_for(length)",
-        "return self.num_pages * self.capacity.layout.page_size // length",
+        "sequence_bytes = layout.pages_for(length) * layout.page_bytes + self.capacity.state_layout.nbytes",
+        "sequence_bytes = length * layout.page_bytes // layout.page_size + self.capacity.state_layout.nbytes",
         "the plan says that sequences share pages",
         PLANNING_TESTS,
     ),
