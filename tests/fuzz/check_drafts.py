@@ -71,7 +71,7 @@ def drawn_request(chance: random.Random) -> RequestDraw:
         "ignore_eos": True,
     }
     sampling |= {name: value for name, value in options.items() if chance.random() < 0.25}
-    return prompt, SamplingParams(max_tokens=chance.randint(1, 80), **sampling)
+    return prompt, SamplingParams(max_tokens=chance.randint(9, 80), **sampling)
 
 
 def outputs(llm: LLM, requests: Sequence[RequestDraw]) -> list[Any]:
