@@ -50,6 +50,11 @@ class JobThreads:
         def run() -> None:
             try:
                 result = function()
+            except StopIteration as error:
+                refused = RuntimeError("the function raised StopIteration, which no future takes")
+                refused.__cause__ = error
+                tell(partial(done.set_exception, refused))
+                return
             except BaseException as error:
                 tell(partial(done.set_exception, error))
                 return

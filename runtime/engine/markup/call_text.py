@@ -36,7 +36,7 @@ def calls_text(syntax: CallSyntax, calls: Sequence[tuple[str, Mapping[str, Any]]
     literal = f"{begin}{syntax.separator.join(literals)}{syntax.end}".replace(MARK, "")
     literal = _AFTER_SIGNS.sub(r"\1 ", re.sub(" +", " ", literal))
     written = _NONE.sub("", _LINES.sub("\n", literal)).strip()
-    texts = iter([text for call in values for text in call if text])
+    texts = iter([text for name, arguments in values for text in (name, *([arguments] if arguments else []))])
     return re.sub(f"[{NAME}{ARGUMENTS}]", lambda _: next(texts), written)
 
 

@@ -113,6 +113,11 @@ async def test_an_exception_is_the_callers(threads: JobThreads) -> None:
     assert await threads.call(lambda: 8) == 8
 
 
+async def test_a_caller_gets_an_error_for_stop_iteration_which_no_future_takes(threads: JobThreads) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.call(lambda: next(iter(())))
+
+
 async def test_a_caller_may_give_up(threads: JobThreads) -> None:
     begun = threading.Event()
     go = threading.Event()

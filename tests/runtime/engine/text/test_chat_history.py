@@ -427,6 +427,14 @@ def test_calls_are_written_as_the_family_writes_them(family: str, text: str) -> 
     assert "TOOL" in call_example(syntax)
 
 
+def test_a_call_without_a_name_is_text_like_other_calls() -> None:
+    syntax = KNOWN_MARKUPS["hermes"].calls
+    assert syntax is not None
+    written = calls_text(syntax, [("", {"city": "Rome"}), ("g", {})])
+    assert written.startswith('<tool_call>\n{"name": "", "arguments": {"city": "Rome"}}\n</tool_call>')
+    assert '{"name": "g", "arguments": {}}' in written
+
+
 def test_a_generic_syntax_is_described_and_used_as_text() -> None:
     """A template whose own syntax cannot be read would ask the model for calls that nothing reads."""
     template = ChatTemplate(OWN_TOOLS)
