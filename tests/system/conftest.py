@@ -141,6 +141,7 @@ class FakeEngine:
     text_bytes: int = 0  # bytes of each chunk's text; 0: a readable one
     fingerprint: str = ""
     default_sampling: dict[str, float] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
     submitting: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -186,6 +187,7 @@ class FakeEngine:
             has_chat_template=True,
             fingerprint=self.fingerprint,
             default_sampling=self.default_sampling,
+            adapters=self.adapters,
         )
 
     async def step(self) -> None:

@@ -110,6 +110,26 @@ async def test_a_body_that_the_api_does_not_have_is_refused_in_its_form(serve: C
     client.writer.transport.abort()
 
 
+async def test_the_model_of_a_body_with_or_without_its_tag_is_the_adapter_that_answers(
+    serve: Callable[..., Awaitable[Any]],
+) -> None:
+    system = await serve(ollama_port=0)
+    system.engine.adapters = {"sql": "sql@00", "chat:latest": "chat@11"}
+    client = await HTTPClient.open(system.server.ollama_address)
+    for name in ("quire", "sql", "sql:latest", "chat:latest"):
+        reply = await client.ask("POST", "/api/chat", {"model": name, "messages": [USER], "stream": False})
+        assert (reply.status, reply.json["model"]) == (200, name)
+        reply = await client.ask("POST", "/api/generate", {"model": name, "prompt": "Hello", "stream": False})
+        assert (reply.status, reply.json["model"]) == (200, name)
+    names = ["", "", "sql", "sql", "sql", "sql", "chat:latest", "chat:latest"]
+    assert [request.lora for request in system.engine.requests] == names
+    reply = await client.ask("POST", "/api/chat", {"model": "chat", "messages": [USER]})
+    assert reply.status == 404
+    shown = [(await client.ask("POST", "/api/show", {"model": name})).json for name in ("quire", "sql", "chat:latest")]
+    assert [each["capabilities"] for each in shown] == [["completion"]] * 3
+    client.writer.transport.abort()
+
+
 async def test_each_kind_of_error_has_its_status(serve: Callable[..., Awaitable[Any]]) -> None:
     system = await serve(ollama_port=0, token="secret")
     key = {"authorization": "Bearer secret"}

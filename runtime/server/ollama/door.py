@@ -14,7 +14,7 @@ import msgspec
 from ...common.errors import QuireError
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
-from ..http.calls import Call
+from ..http.calls import Call, with_adapter
 from ..http.embedding import answer_embedding
 from ..http.errors import BadRequest, DoorForm, HTTPAnswer
 from ..http.fields import Fields
@@ -87,12 +87,20 @@ class OllamaDoor:
         given = fields.get("model", str, "") or fields.get("name", str, "")
         if not given:
             raise BadRequest("model is required", "model")
-        name = given.removesuffix(LATEST)
+        name = self._served_name(given)
         if name not in self._models.names:
             served = " and ".join(map(repr, self._models.names))
             raise BadRequest(f"model {given[:80]!r} not found; this server has {served}", "model", status=404)
         fields.values["model"] = given
         return self._models.check(Fields({"model": name}), task)
+
+    def _served_name(self, given: str) -> str:
+        """Return the name of a model without the tag that a client added."""
+        return given if given in self._models.names else given.removesuffix(LATEST)
+
+    def _is_main(self, name: str) -> bool:
+        """Return whether a name is the served model's, or an adapter's."""
+        return name == self._models.main or name in self._context.engine.info.adapters
 
     # Requests to the engine
 
@@ -113,6 +121,7 @@ class OllamaDoor:
                 return
             read = partial(read_call, fields, self._context.engine.info, tenant)
             call = await self._reader.bodies.read(tenant, num_bytes, read)
+            call = with_adapter(call, self._served_name(model), self._context.engine.info)
         form = LineFormat(call, model, self._vocabulary, is_chat=is_chat)
         answering = answer_call(cycle, call, form, self._context)
         del call, fields, read  # the objects hold the prompt
@@ -159,7 +168,7 @@ class OllamaDoor:
             tagged = _tagged(name)
             card = {"name": tagged, "model": tagged, "size": 0, "digest": _digest(name, info), "details": _details()}
             if is_running:
-                length = _context_length(name == self._models.main, info)
+                length = _context_length(self._is_main(name), info)
                 card |= {"expires_at": NEVER, "size_vram": 0, "context_length": length}
             else:
                 card["modified_at"] = time_text(self._started)
@@ -170,7 +179,7 @@ class OllamaDoor:
         with self._reader.reporting(cycle):
             fields = await self._reader.fields(cycle, ALL_FIELDS, "any")
         info = self._context.engine.info
-        is_main = fields.values["model"].removesuffix(LATEST) == self._models.main
+        is_main = self._is_main(self._served_name(fields.values["model"]))
         parameters = "\n".join(f"{name} {value:g}" for name, value in info.default_sampling.items())
         cycle.respond(
             _json(
