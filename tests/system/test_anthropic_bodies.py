@@ -166,6 +166,12 @@ async def test_each_kind_of_error_has_its_status_and_type(serve: Callable[..., A
     assert await answer(headers={**key, "content-length": str(1 << 30)}) == (413, "request_too_large")
 
 
+async def test_a_list_of_models_ignores_parameters_however_many(serve: Callable[..., Awaitable[Any]]) -> None:
+    async with connection(await serve()) as client:
+        reply = await client.ask("GET", f"/v1/models?{'a=1&' * 1001}limit=1", None, HEADERS)
+    assert (reply.status, [each["id"] for each in reply.json["data"]]) == (200, ["quire"])
+
+
 async def test_the_error_of_a_stream_is_its_last_event(serve: Callable[..., Awaitable[Any]]) -> None:
     system = await serve()
     body = {**BODY, "max_tokens": 8, "stream": True, "messages": [{"role": "user", "content": "fail"}]}

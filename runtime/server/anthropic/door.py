@@ -97,7 +97,7 @@ class AnthropicDoor:
         return fields
 
     async def _list_models(self, cycle: RequestCycle) -> None:
-        query = dict(parse_qsl(cycle.target.partition("?")[2], max_num_fields=MAX_LISTED_MODELS))
+        query = dict(parse_qsl(cycle.target.partition("?")[2]))
         given = query.get("limit", str(MAX_LISTED_MODELS))
         if not (given.isascii() and given.isdecimal() and len(given) <= len(str(MAX_LISTED_MODELS)) and int(given) > 0):
             raise BadRequest(f"limit must be a number from 1 to {MAX_LISTED_MODELS}, not {shown(given)}", "limit")

@@ -27,7 +27,10 @@ def read_form(body: bytes, content_type: bytes) -> dict[str, FormField]:
     """Return the fields of a body by name. Raises BadRequest."""
     kind = Message()
     kind["content-type"] = content_type.decode("latin-1")
-    boundary = kind.get_param("boundary")
+    try:
+        boundary = kind.get_param("boundary")
+    except ValueError:  # a piece of a parameter (RFC 2231) with a huge number
+        boundary = None
     if kind.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not boundary:
         raise BadRequest("content-type must be multipart/form-data with a boundary", status=415)
     parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1"), MAX_PARTS + 2)
@@ -50,8 +53,11 @@ def _names(head: str) -> tuple[str, str | None]:
     found = re.search(r"^content-disposition:\s*form-data\s*;(.*)$", head, re.IGNORECASE | re.MULTILINE)
     options = Message()
     options["content-disposition"] = f"form-data;{found[1].strip()}" if found else ""
-    name = options.get_param("name", header="content-disposition")
-    filename = options.get_filename()
+    try:
+        name = options.get_param("name", header="content-disposition")
+        filename = options.get_filename()
+    except ValueError:  # an encoding of RFC 2231 that is not one, or a part with a huge number
+        raise BadRequest("the content-disposition of a field of the form cannot be read") from None
     if not isinstance(name, str):
         raise BadRequest("a field of the form has no name")
-    return name, filename
+    return name, filename and filename.encode("utf-8", "replace").decode()  # UTF-7 can have lone surrogates
