@@ -352,6 +352,12 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, kv_by
                 f"{layout.page_bytes} bytes"
             )
         return pages
+    if state_bytes and kv_bytes < state_bytes + least * layout.page_bytes:
+        raise ConfigError(
+            f"the states of max_num_seqs {config.max_num_seqs} sequences and of state_cache_memory take {state_bytes} "
+            f"bytes, and the KV cache has {kv_bytes} by kv_cache_share {config.kv_cache_share}; lower max_num_seqs, or "
+            "set kv_cache_memory"
+        )
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
     return max(least, min(wanted, layout.pages_in(max(0, kv_bytes - state_bytes))))

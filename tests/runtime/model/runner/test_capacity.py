@@ -99,6 +99,16 @@ def test_more_cached_states_than_the_kv_cache_holds_are_refused() -> None:
         decide_capacity(config, LFM2)
 
 
+def test_states_leave_a_page_of_the_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 2 * 32 * 3 * 2 * 16 * 2  # 2 layers with attention
+    config = EngineConfig(kv_cache_share=1.0, max_num_seqs=3, state_cache_memory=0)
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 3 * STATE + page_bytes)
+    assert decide_capacity(config, LFM2).num_pages == 1
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 3 * STATE + page_bytes - 1)
+    with pytest.raises(ConfigError, match=rf"states of max_num_seqs 3 sequences .* take {3 * STATE} bytes"):
+        decide_capacity(config, LFM2)
+
+
 def test_a_model_without_states_plans_none() -> None:
     capacity = decided(kv_cache_memory=PAGE)
     assert (capacity.memory.state_bytes, capacity.open_states()) == (0, None)
