@@ -1,6 +1,6 @@
 """Load a model (`load_model`) and execute steps on the kernels (`ModelRunner`)."""
 
-from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa, pick_tune_mode
+from .capacity import Capacity, decide_capacity, least_kv_bytes, pick_cpus, pick_isa, pick_tune_mode
 from .draft_runner import DraftRunner, load_draft
 from .model_runner import ModelRunner, load_model
 from .reasoning import ReasoningBudget, ReasoningMarkers, find_reasoning
@@ -21,6 +21,7 @@ __all__ = [
     "describe_choices",
     "find_reasoning",
     "kept_tunings",
+    "least_kv_bytes",
     "load_draft",
     "load_model",
     "pick_cpus",

@@ -121,6 +121,20 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     )
 
 
+def least_kv_bytes(config: EngineConfig, capacity: Capacity) -> int:
+    """Return the bytes of pages and states that one sequence needs, and max_num_seqs sequences a state each.
+
+    `capacity` is that of `config` with any size of the KV cache. By default, the prefix cache keeps few states then.
+    """
+    layout = capacity.layout
+    page_bytes = layout.pages_for(config.max_model_len or 1) * layout.page_bytes
+    state_bytes, num_cached = capacity.state_layout.nbytes, capacity.num_cached_states
+    if state_bytes and config.state_cache_memory is None:
+        most_bytes = int(page_bytes * CACHED_STATES_SHARE / (1 - CACHED_STATES_SHARE))
+        num_cached = min(num_cached, most_bytes // state_bytes)
+    return page_bytes + (config.max_num_seqs + num_cached) * state_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class DraftShare:
     """The draft model's share of the KV cache: as many tokens as the model's own."""

@@ -11,7 +11,7 @@ import msgspec
 from ...common.config import EngineConfig, KVCacheDtype, WeightDtype
 from ...common.errors import ConfigError
 from ...model import DecoderSpec, weights_text
-from ...model.runner import Capacity, decide_capacity
+from ...model.runner import Capacity, decide_capacity, least_kv_bytes
 from ..bench import Roofline, Shape
 from ..simulation import Speed, predict_speed, roofline_cost
 
@@ -113,7 +113,7 @@ def fit_capacity(config: EngineConfig, spec: DecoderSpec, memory_bytes: int, oth
     largest = decide_capacity(msgspec.structs.replace(config, kv_cache_memory=UNBOUNDED), spec)
     memory = largest.memory
     others = memory.total_bytes - memory.kv_bytes - memory.draft_kv_bytes - memory.state_bytes + other_bytes
-    least = memory.state_bytes + largest.layout.pages_for(config.max_model_len or 1) * largest.layout.page_bytes
+    least = least_kv_bytes(config, largest)
     if memory_bytes < others + least:
         raise ConfigError(f"memory must be at least {others + least:,} bytes with these options, not {memory_bytes:,}")
     return decide_capacity(msgspec.structs.replace(config, kv_cache_memory=memory_bytes - others), spec)

@@ -113,6 +113,9 @@ def test_the_pool_takes_what_the_rest_leaves_of_a_given_memory() -> None:
     assert plan.capacity.max_model_len == plan.capacity.num_pages * 32
     hybrid = planned(PlanTarget(memory="1GiB"), GOLDENS / "gemma3")
     assert GIB - (1 << 20) < hybrid.total_bytes <= GIB
+    with_states = planned(PlanTarget(memory="1GiB"), GOLDENS / "qwen3_5")
+    assert with_states.capacity.memory.state_bytes > 1 << 20
+    assert GIB - (1 << 20) < with_states.total_bytes <= GIB
     with_tokenizer = planned(PlanTarget(memory="2GiB"), BUNDLED_MODEL)
     assert with_tokenizer.structured_bytes["compiled grammars"] > 0
     assert 2 * GIB - (1 << 20) < with_tokenizer.total_bytes <= 2 * GIB
@@ -132,6 +135,27 @@ def test_the_pool_takes_what_the_rest_leaves_of_a_given_memory() -> None:
 def test_what_cannot_be_planned_is_refused(target: PlanTarget, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(target, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"), [({}, 0), ({"state_cache_memory": 9 * 68_864}, 9), ({"max_model_len": 1000}, 1)], ids=str
+)
+def test_the_least_memory_of_a_model_with_states_has_a_state_for_each_sequence(
+    options: dict[str, Any], kept: int
+) -> None:
+    """The prefix cache keeps states only where the memory of pages allows, unless `state_cache_memory` is given."""
+
+    def plan_in(num_bytes: int) -> ServingPlan:
+        return planned(PlanTarget(memory=str(num_bytes)), GOLDENS / "qwen3_5", max_num_seqs=8, **options)
+
+    with pytest.raises(ConfigError, match=r"memory must be at least [\d,]+ bytes") as error:
+        plan_in(1)
+    least = int(str(error.value).split()[5].replace(",", ""))
+    plan = plan_in(least)
+    assert least - (1 << 17) < plan.total_bytes <= least
+    assert plan.capacity.num_cached_states == kept
+    with pytest.raises(ConfigError, match="memory must be at least"):
+        plan_in(least - 1)
 
 
 @pytest.mark.parametrize(
