@@ -169,6 +169,25 @@ def test_a_known_state_after_two_tokens():
     np.testing.assert_allclose(rows[:, 0], [8, 6], rtol=1e-6)
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+def test_time_steps_and_decays_of_all_sizes_are_exact_in_f32(isa):
+    """The first token leaves its time step in the matrix of each head, the second one multiplies it with its decay."""
+    heads = 96
+    inputs = np.linspace(-40, 60, heads, dtype=np.float32)
+    table = np.zeros((ROWS, 2 + 2 * heads), np.float32)  # query | key | values | decays
+    table[:2, 2 + heads :] = inputs
+    table[0, : 2 + heads] = 1
+    table[1, 0] = 1
+    x = Region(0, ROWS, table.shape[1], "f32")
+    out = following(x, heads)
+    zeros, minus_one = np.zeros(heads, np.float32), np.full(heads, -1, np.float32)
+    state = MatrixState(0, heads, 1, 1, rollback=1)
+    mamba = LinearRecurrence(x, 0, 1, 2, 1, x, 2 + heads, None, a=minus_one, bias=zeros, state=state, out=out)
+    times, decayed = TableProgram(table, lambda _: [mamba], out, isa=isa).run((0, [0, 1])).astype(np.float64)
+    np.testing.assert_allclose(times, np.log1p(np.exp(inputs.astype(np.float64))), rtol=5e-7)
+    np.testing.assert_allclose(decayed / times, np.exp(-times), rtol=5e-7)
+
+
 def test_a_number_that_is_not_finite_stays_in_its_sequence_and_leaves_with_it():
     mixer = Mixer(heads=4, keys=2, key_dim=24, value_dim=40)
     tokens = RNG.integers(1, ROWS, 8)

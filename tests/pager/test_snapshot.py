@@ -485,6 +485,18 @@ def test_a_state_without_its_page_is_left_out(path: Path) -> None:
     assert (after.hit(PROMPT[:50]), after.pager.states.num_owned) == (0, 0)
 
 
+def test_a_state_without_the_page_of_one_group_is_left_out(path: Path) -> None:
+    before = HarnessOfStates(layout=HYBRID)
+    before.compute(PROMPT[:50]).release()
+    before.save(path)
+    found = []
+    for num_pages in range(2, 7):
+        after = HarnessOfStates(num_pages=num_pages, layout=HYBRID)
+        after.load(path)
+        found.append((after.hit(PROMPT[:50]), after.pager.states.num_owned))
+    assert found == [(0, 0)] * 4 + [(48, 1)]
+
+
 def test_states_of_another_size_or_reach_are_of_another_layout(path: Path) -> None:
     before = HarnessOfStates()
     before.compute(PROMPT[:50]).release()

@@ -149,6 +149,27 @@ def test_a_state_that_a_prompt_used_stays() -> None:
     assert kept(states) == [12, 16, 20]
 
 
+def test_a_state_that_a_prompt_used_stays_when_another_sequence_reaches_it() -> None:
+    states = States(3, cached=9)
+    table, other = (prefill(states, PROMPT) for _ in range(2))
+    tokens = [*PROMPT, 50, 51]
+    extend(states, table, tokens)
+    states.pager.open([*tokens, 3]).release()
+    extend(states, other, tokens)
+    extend(states, table, [*tokens, 60, 61, 62, 63])
+    assert kept(states) == [12, 16, 20]
+
+
+def test_the_next_state_of_a_sequence_takes_the_place_of_its_previous_one() -> None:
+    states = States(1, cached=2)
+    table = prefill(states, PROMPT)
+    tokens = PROMPT[:]
+    for token in range(50, 60):
+        tokens.append(token)
+        extend(states, table, tokens)
+    assert kept(states) == [12, 24]
+
+
 def test_a_state_that_is_ahead_of_the_page_by_draft_tokens_serves_it() -> None:
     states = States(1, cached=9)
     table = prefill(states, PROMPT)
@@ -184,6 +205,17 @@ def test_the_least_recently_used_state_is_evicted() -> None:
     prefill(states, prompts[2]).release()
     assert [states.pager.open(tokens).num_tokens for tokens in prompts] == [4, 0, 4]
     assert states.pool.num_owned == 2
+
+
+def test_a_state_that_another_sequence_reaches_is_the_most_recently_used_one() -> None:
+    states = States(2, cached=2)
+    prompts = [[first, *range(20, 26)] for first in (1, 2, 3)]
+    table = states.pager.open(prompts[0])
+    for tokens in prompts[:2]:
+        prefill(states, tokens).release()
+    extend(states, table, prompts[0][:4])
+    prefill(states, prompts[2]).release()
+    assert [states.pager.open(tokens).num_tokens for tokens in prompts] == [4, 0, 4]
 
 
 def test_an_evicted_page_takes_its_state_along() -> None:

@@ -127,7 +127,8 @@ def test_going_back_in_steps_is_no_way_to_go_back_further(states: States) -> Non
     table = states.pager.open([1])
     states.compute(table, [1, 2, 3, 4, 5, 6, 7])
     table.rollback(5)
-    assert [table.can_roll_back(to) for to in (0, 3, 4, 5)] == [True, False, True, True]
+    for each in (table, table.fork()):
+        assert [each.can_roll_back(to) for to in (0, 3, 4, 5)] == [True, False, True, True]
 
 
 def test_tokens_that_were_not_computed_are_withdrawn_from_any_length(states: States) -> None:

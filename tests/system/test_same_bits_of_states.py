@@ -212,6 +212,15 @@ async def test_an_engine_that_restarts_has_as_many_pages_and_states() -> None:
             assert (pager.pool.num_pages, pager.states.num_slots) == (280, 40)
 
 
+async def test_logits_leave_the_states_that_are_kept() -> None:
+    request = asked(prompt(70, 1, 150), max_tokens=4)
+    async with running() as engine:
+        wanted = await one_by_one(engine, [request])
+        await engine.logits(prompt(40, 2, 150))
+        assert await one_by_one(engine, [request]) == wanted
+        assert engine.stats().state_hits == 1
+
+
 async def test_only_forks_copy_a_state() -> None:
     async with running(num_speculative_tokens=3, state_cache_memory=0) as engine:
         await together(engine, [each for each in REQUESTS if each.sampling_params.n == 1])

@@ -262,6 +262,18 @@ def test_granite_without_multipliers(edited: Callable[..., Path]) -> None:
     assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (1, 1, 1)
 
 
+def test_matrices_of_a_mixer_that_would_grow_are_refused(edited: Callable[..., Path]) -> None:
+    a = np.array([[-1], [-2], [0], [0.5], [-4], [-5]], np.float32)
+    with pytest.raises(CorruptCheckpoint, match=r"tensor blk\.0\.ssm_a has 0\.5; its numbers must not be positive"):
+        pack_model(edited("granite_hybrid_moe", {}, {"blk.0.ssm_a": encode(a, "F32")}), "f32")
+
+
+def test_a_granite_4_whose_file_does_not_say_so_rotates_heads(edited: Callable[..., Path]) -> None:
+    keys = [{"granitehybrid.rope.scaling.finetuned": value} for value in (None, True, False)]
+    ropes = [read_spec(edited("granite_hybrid_moe", each)).ropes for each in keys]
+    assert [rope is not None for *_, rope in ropes] == [True, True, False]
+
+
 @pytest.mark.parametrize(("pattern", "full"), [(None, [3]), (2, [1, 3]), ([True, True, False, True, True], [2])])
 def test_the_layers_of_olmo_3_that_slide(edited: Callable[..., Path], pattern: Any, full: list[int]) -> None:
     """Sliding layers have a rotary embedding without the scaling of the others, and may have another base."""
@@ -311,6 +323,14 @@ def test_layers_of_glm_4_5_that_predict_further_tokens_are_not_read(edited: Call
     last = {name.replace("blk.2.", "blk.3."): each for name, each in tensors.items() if name.startswith("blk.2.")}
     spec = read_spec(edited("glm4_moe", {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}, last))
     assert spec.num_layers == 3
+
+
+def test_layers_of_nemotron_3_that_predict_further_tokens_are_not_read(edited: Callable[..., Path]) -> None:
+    heads, sizes = [0, 0, 2, 0], [0, 40, 0, 40]
+    keys = {"attention.head_count_kv": [*heads, 2], "feed_forward_length": [*sizes, 40]}
+    keys |= {"block_count": 5, "nextn_predict_layers": 1}
+    spec = read_spec(edited("nemotron_h_moe", {f"nemotron_h_moe.{key}": value for key, value in keys.items()}))
+    assert (spec.num_layers, spec.num_kv_heads) == (4, 2)
 
 
 def test_a_stablelm_without_a_norm_before_its_mlp_is_parallel(edited: Callable[..., Path]) -> None:
