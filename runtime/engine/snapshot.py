@@ -52,6 +52,11 @@ async def prefix_snapshot(
     or the core has no prefix cache, SnapshotNotSaved on leaving. After an exception inside, no file is saved.
     """
     if core.pager.prefix is None:
+        if core.config.enable_prefix_caching:
+            raise ConfigError(
+                f"prefix_snapshot needs a prefix cache, which has no room for a state of {core.pager.states.nbytes} "
+                "bytes; raise kv_cache_memory or state_cache_memory"
+            )
         raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")
     start = time.perf_counter()
     identity = await asyncio.to_thread(_identity, core)

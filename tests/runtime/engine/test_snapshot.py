@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, prefix_snapshot
 
@@ -77,6 +77,22 @@ async def test_a_model_with_states_continues_from_loaded_ones_with_the_same_bits
     async with started(**settings) as engine, prefix_snapshot(engine.core, path):
         assert await one_by_one(engine, requests) == expected
         assert (engine.stats().state_hits, engine.stats().prefix_hits_tokens) == (3, 3 * 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enable_prefix_caching": False}, "needs enable_prefix_caching, which is off"),
+        ({"state_cache_memory": 0}, "no room for a state of 5760 bytes; raise kv_cache_memory or state_cache_memory"),
+    ],
+)
+async def test_without_a_prefix_cache_the_error_says_why(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    async with started(model=str(GOLDENS / "lfm2"), **settings) as engine:
+        with pytest.raises(ConfigError, match=message):
+            async with prefix_snapshot(engine.core, tmp_path / "prefixes"):
+                pass
 
 
 async def test_the_core_has_stopped_when_pages_are_saved(tmp_path: Path) -> None:
