@@ -114,12 +114,20 @@ static int64_t group_columns(int64_t width, int64_t group, int64_t at) {
   return width - at < 32 * group ? width - at : 32 * group;
 }
 
+// 16 columns of weights from j on, 0 from column n on. Memory may end with the columns.
+INLINE vf weights_at(const float *x, int64_t j, int64_t n) {
+  float rest[16] = {0};
+  if (j + 16 <= n) return vf_load(x + j);
+  for (int64_t i = j; i < n; i++) rest[i - j] = x[i];
+  return vf_load(rest);
+}
+
 void ISA(rotate)(const float *x, int64_t columns, int64_t group, float *out) {
   const int64_t width = (columns + 31) / 32 * 32;
   vf y[VECTORS];
   for (int64_t at = 0; at < width; at += 32 * group) {
     const int64_t n = group_columns(width, group, at);
-    for (int64_t i = 0; i < n; i += 16) y[i / 16] = vf_mul(columns_of(x, at + i, columns, vf_zero()), vf_load(signs + i));
+    for (int64_t i = 0; i < n; i += 16) y[i / 16] = vf_mul(weights_at(x, at + i, columns), vf_load(signs + i));
     transform_group(n, y);
     for (int64_t i = 0; i < n; i += 16) vf_store(out + at + i, vf_mul(y[i / 16], vf_set1(weights_unit(n))));
   }

@@ -1,6 +1,8 @@
 // The parts that linear layers of all levels share: one body per row count, the dots of half bytes, prefetching the
 // next weights, and the epilogue. Internal to simd/.
 #pragma once
+#include <stddef.h>
+
 #include "level.h"
 
 #if defined QUIRE_ISA_AVX512

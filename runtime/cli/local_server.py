@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from ..common.errors import Unavailable
 
@@ -59,13 +59,14 @@ async def local_server(
     handles_signals = threading.current_thread() is threading.main_thread()
     if handles_signals:
         loop.add_signal_handler(signal.SIGTERM, terminate)
+    group: dict[str, Any] = {"process_group": 0} if own_group else {}  # uvloop does not take the argument
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *QUIET_FLAGS, *flags),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            process_group=0 if own_group else None,
+            **group,
             env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
         )
         try:

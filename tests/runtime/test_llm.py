@@ -31,6 +31,7 @@ from quire.runtime.common.errors import (
 from quire.runtime.common.heap import resident_bytes
 from quire.runtime.engine.engine_core import EngineCore
 from quire.runtime.model import BUNDLED_MODEL
+from quire.runtime.model.runner import Masks
 from quire.scheduler import StepPlan, StepResult
 
 from tests.support.forked_commands import ForkedCommands
@@ -176,9 +177,9 @@ def make_steps_slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(core, EngineCore)
     execute = core.runner.execute
 
-    def slowly(plan: StepPlan) -> StepResult:
+    def slowly(plan: StepPlan, masks: Masks | None = None) -> StepResult:
         time.sleep(0.005)
-        return execute(plan)
+        return execute(plan, masks)
 
     monkeypatch.setattr(core.runner, "execute", slowly)
 
@@ -268,7 +269,9 @@ def test_a_file_replaces_the_chat_template_and_content_may_have_special_tokens(t
 
 def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
-    (folder / "chat_template.jinja").write_text("{% for t in tools %}{{ t.function.name }}{% endfor %} {{ mood }}")
+    sign = '{# <tool_call>\n{"name": #}'  # Hermes' calls: tools of other templates are written by the server
+    text = "{% for t in tools %}{{ t.function.name }}{% endfor %} {{ mood }}"
+    (folder / "chat_template.jinja").write_text(sign + text)
     tool = {"type": "function", "function": {"name": "weather"}}
     messages = [{"role": "user", "content": "Hi"}]
     with LLM(folder, kv_cache_memory=8 << 20) as llm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from quire.runtime.model.runner import ModelRunner
+from quire.runtime.model.runner import Masks, ModelRunner
 from quire.runtime.workers import engine_main
 from quire.scheduler import AdmissionEstimate, EngineLoop, Request, StepPlan, StepResult
 
@@ -14,10 +14,10 @@ _execute = ModelRunner.execute
 _add = EngineLoop.add
 
 
-def execute(self: ModelRunner, plan: StepPlan) -> StepResult:
+def execute(self: ModelRunner, plan: StepPlan, masks: Masks | None = None) -> StepResult:
     if any(FATAL_TO_COMPUTE in sequence.context for sequence in plan.sequences):
         os.abort()
-    return _execute(self, plan)
+    return _execute(self, plan, masks)
 
 
 def add(self: EngineLoop, *requests: Request) -> AdmissionEstimate:

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "simd/tiles.h"
 
@@ -406,10 +407,23 @@ static void compare_convert_groups(int64_t columns, int64_t width, int64_t group
   free_rows(&got.rows), free_rows(&want.rows);
 }
 
+// `columns` random numbers at the end of a page, of which the next one cannot be read.
+static float *fill_before_guard(int64_t columns) {
+  enum { BYTES = (MAX_WIDTH * 4 + 65535) / 65536 * 65536 };  // whole pages of any size
+  static char *memory = NULL;
+  if (!memory) {
+    memory = mmap(NULL, BYTES + 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory + BYTES, 65536, PROT_NONE)) abort();
+  }
+  float all[MAX_WIDTH], *x = (float *)(memory + BYTES) - columns;
+  fill(all, MAX_WIDTH);
+  return memcpy(x, all, (size_t)columns * sizeof *x);
+}
+
 // A column of weights, rotated and back.
 static void compare_rotate(int64_t columns, int64_t width, int64_t group) {
-  float x[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
-  fill(x, MAX_WIDTH);
+  float got[MAX_WIDTH], want[MAX_WIDTH];
+  const float *x = fill_before_guard(columns);
   tiles->rotate(x, columns, group, got), scalar->rotate(x, columns, group, want);
   expect_same("rotate", QUIRE_F32, "other bits than scalar", got, want, width * (int64_t)sizeof *got);
   digest("rotate", QUIRE_F32, got, width * (int64_t)sizeof *got);

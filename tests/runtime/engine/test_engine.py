@@ -447,9 +447,9 @@ async def test_a_deadline_during_generation_keeps_earlier_chunks(
     async with running() as engine:
         execute = engine.core.runner.execute
 
-        def slowly(plan: Any) -> Any:
+        def slowly(plan: Any, masks: Any = None) -> Any:
             time.sleep(0.005)  # a deadline that leaves time for the first token passes long before the last one
-            return execute(plan)
+            return execute(plan, masks)
 
         monkeypatch.setattr(engine.core.runner, "execute", slowly)
         deadline_ms = 20
@@ -472,11 +472,11 @@ async def test_a_failing_step_fails_only_its_requests(running: Running) -> None:
         execute = runner.execute
         calls = []
 
-        def flaky(plan: Any) -> Any:
+        def flaky(plan: Any, masks: Any = None) -> Any:
             calls.append(len(plan.sequences))
             if len(calls) == 5:
                 raise ZeroDivisionError("a bug")
-            return execute(plan)
+            return execute(plan, masks)
 
         runner.execute = flaky  # type: ignore[method-assign]
         streams = [await engine.submit(new_request(IDS)) for _ in range(3)]

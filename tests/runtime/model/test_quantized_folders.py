@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels.pack import PackedMatrix
-from quire.runtime.cli.models import models
+from quire.runtime.cli.show import show
 from quire.runtime.common.config import WeightDtype
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import PackedModel, pack_model, plan_memory, read_spec
@@ -334,9 +334,9 @@ def test_the_plan_has_the_sorted_activations(tmp_path: Path) -> None:
     assert sum(value.name == "sorted" for value in planned.program.values) == 4
 
 
-def test_quire_models_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quire_show_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of(tmp_path / "a", GPTQ, gptq())
-    models(str(tmp_path / "a"))
+    show(str(tmp_path / "a"))
     shown = capsys.readouterr().out
     numbers = sum(outputs * inputs for outputs, inputs in MATRICES.values())
     orders = sum(inputs for _, inputs in MATRICES.values())
