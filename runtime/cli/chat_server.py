@@ -102,7 +102,11 @@ def flags_of(settings: Settings, name: str) -> list[str]:
         if option in ("model", "max_num_seqs") or value == getattr(default, option):
             continue
         flag = flag_name(option)
-        flags.append(flag if value is True else flag.replace("--", "--no-", 1) if value is False else f"{flag}={value}")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+            continue
+        text = ",".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
+        flags.append(f"{flag}={text}")
     return [*flags, f"--max-num-seqs={SEQUENCES}", f"--served-model-name={name}"]
 
 

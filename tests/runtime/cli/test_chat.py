@@ -326,9 +326,10 @@ def test_without_a_server_the_command_starts_its_own(
 
 def test_the_options_of_the_command_are_passed_to_its_server() -> None:
     settings = resolve_settings(
-        {"model": "m", "weights": "q8", "kv_cache_memory": "1MiB", "enable_prefix_caching": False}, environ={}
+        {"model": "m", "weights": "q8", "kv_cache_memory": "1MiB", "enable_prefix_caching": False, "lora": "a=x,b=y"},
+        environ={},
     )
     assert chat_server.flags_of(settings, "org/m") == [
-        "m", "--weights=q8", "--kv-cache-memory=1048576", "--no-enable-prefix-caching", "--max-num-seqs=2",
-        "--served-model-name=org/m",
+        "m", "--weights=q8", "--kv-cache-memory=1048576", "--no-enable-prefix-caching", "--lora=a=x,b=y",
+        "--max-num-seqs=2", "--served-model-name=org/m",
     ]  # fmt: skip
