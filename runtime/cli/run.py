@@ -26,7 +26,9 @@ def run(
     *,
     url: ServerURL = None,
     system: SystemPrompt = None,
-    image: Annotated[tuple[str, ...], Parameter(help="A file with an image for the message.", negative="")] = (),
+    image: Annotated[
+        tuple[str, ...], Parameter(help="A file with an image for the message.", negative="", show_default=False)
+    ] = (),
     memory: MemoryFlags | None = None,
 ) -> None:
     """Print the answer. Raises ModelError, ConfigError, Unavailable or the server's errors."""

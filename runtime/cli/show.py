@@ -34,7 +34,10 @@ def show(model: ModelFolder = None, /) -> None:
     Only the headers are fetched of a model on a hub that is not in the cache.
     """
     with with_model_headers(read_settings(model)) as settings:
-        rows = list(known(model_path(settings.engine.model)))
+        path = model_path(settings.engine.model)
+        rows = list(known(path))
+    if not path.exists():
+        rows[1] = ("path", "none: not downloaded")
     print("\n".join(f"{name:<12}{text}" for name, text in rows), flush=True)
     if any(name == PROBLEM for name, _ in rows):
         raise UnsupportedModel(f"{model or 'the model'} cannot be served; each line `{PROBLEM}` says why")

@@ -91,6 +91,7 @@ def test_an_interrupt_of_a_command_exits_with_130(
         (["generate", "b", "--model", "a"], "unknown option --model; the model is the first argument"),
         (["plan", "--weights"], "--weights needs a value"),
         (["token"], "TENANT is missing"),
+        (["rm"], "MODEL is missing"),
         (["bench", "--new-tokens", "x"], "--new-tokens must be a whole number, not 'x'"),
         (["bench", "--new-tokens", "1e3"], "--new-tokens must be a whole number, not '1e3'"),
         (["loadtest", "--num-prompts", "1.5"], "--num-prompts must be a whole number, not '1.5'"),
