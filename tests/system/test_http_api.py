@@ -608,6 +608,8 @@ async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
         ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, "does not exist"),
         ("GET", "/v1/models/", 404, "no slash at its end"),
         ("POST", "/v1/tokenize", 404, "the path is /tokenize, without /v1"),
+        ("POST", "/v1/files", 404, "this path needs --batch-folder"),
+        ("GET", "/api/tags", 404, "this path needs a port for Ollama's clients (--ollama-port)"),
         ("GET", "http://localhost/v1/model", 404, "'/v1/model'"),
         ("GET", "http://evil.example/v1/models", 403, "'evil.example'"),
         ("GET", "http://localhost@evil.example/v1/models", 403, "evil"),

@@ -16,6 +16,12 @@ from .request_cycle import RequestCycle
 
 BEARER = b"bearer "
 API_KEY_HEADER = "x-api-key"  # header with a key in Anthropic's API
+OPTIONAL_PATHS = {  # the beginning of paths that a port may lack -> the option that they need
+    "/api/": "a port for Ollama's clients (--ollama-port)",
+    "/metrics": "--openai-metrics",
+    "/v1/batches": "--batch-folder",
+    "/v1/files": "--batch-folder",
+}
 
 
 class Route(NamedTuple):
@@ -99,6 +105,10 @@ class HTTPRouter:
             advice = f"the path is {without_v1}, without /v1"
         elif path.rstrip("/") in paths:
             advice = "this path has no slash at its end"
+        served = [known for each in self._doors for known in each.paths]
+        for start, option in OPTIONAL_PATHS.items():
+            if path.startswith(start) and not any(known.startswith(start) for known in served):
+                advice = f"this path needs {option}"
         return BadRequest(f"there is no {path[:200]!r} here; {advice}", error_code="not_found", status=404)
 
     def _check_host(self, headers: Mapping[str, bytes]) -> None:
