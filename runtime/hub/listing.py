@@ -40,10 +40,15 @@ def read_listing(repo: str) -> Listing:
     """Ask the hub for the files of `repo`. Raises ModelNotFound, Unauthenticated, Unavailable or CorruptCheckpoint."""
     from huggingface_hub import HfApi, constants  # imported here: 0.5 s
 
-    with hub_errors(repo):
-        info = HfApi(constants.ENDPOINT).model_info(repo, files_metadata=True, timeout=LISTING_TIMEOUT_S)
+    try:
+        with hub_errors(repo):
+            info = HfApi(constants.ENDPOINT).model_info(repo, files_metadata=True, timeout=LISTING_TIMEOUT_S)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            f"the answer about {repo} is not a hub's; check HF_ENDPOINT, and whether a proxy or a login page answers"
+        ) from error
     files = [_file(repo, each) for each in info.siblings or ()]
-    if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+    if not isinstance(info.sha, str) or _COMMIT.fullmatch(info.sha) is None:
         raise CorruptCheckpoint(f"the hub's answer about {repo} has no commit; check HF_ENDPOINT")
     return Listing(repo, info.sha, {file.name: file for file in files})
 
@@ -52,8 +57,8 @@ def _file(repo: str, sibling: Any) -> RemoteFile:
     name = sibling.rfilename
     digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
     size = sibling.lfs.size if sibling.lfs else sibling.size
-    parts = PurePosixPath(name).parts
-    if name != "/".join(parts) or "\0" in name or any(part in ("..", "/") for part in parts) or not parts:
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not parts or name != "/".join(parts) or "\0" in name or any(part in ("..", "/") for part in parts):
         raise CorruptCheckpoint(f"{repo} lists a file {name!r}, which is not the name of a file in a folder")
     if not isinstance(size, int) or size < 0 or not isinstance(digest, str) or _DIGEST.fullmatch(digest) is None:
         raise CorruptCheckpoint(f"{repo} lists {name} without its size and digest; check HF_ENDPOINT")

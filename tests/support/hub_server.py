@@ -30,6 +30,7 @@ class Hub:
     refusals: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)  # end of path -> next answers
     cut_after: list[int] = field(default_factory=list)  # bytes of the next answers about large files
     digests: dict[str, str] = field(default_factory=dict)  # file -> stated digest, if it is wrong
+    answer: bytes | None = None  # answer about every model, if it is not its listing
     ranges: bool = True
     token: str | None = None  # needed for everything
 
@@ -98,7 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, b"{}", {})
 
     def _list(self, hub: Hub, model: str) -> None:
-        if model in hub.models:
+        if hub.answer is not None:
+            self._answer(200, hub.answer, {"Content-Type": "application/json"})
+        elif model in hub.models:
             self._answer(200, json.dumps(hub.listing(model)).encode(), {"Content-Type": "application/json"})
         else:
             self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})

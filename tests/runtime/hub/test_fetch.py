@@ -386,6 +386,16 @@ def test_a_hub_cannot_name_files_outside_of_the_folder(hub: Hub, name: str) -> N
         get(ModelReference("org/evil"))
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"<html>Log in</html>", b"[]", b"{}", b"\xff", b'{"id": "org/tiny", "siblings": [{}]}', b"[" * 100_000],
+)
+def test_an_answer_that_is_not_a_hubs_is_a_typed_error(hub: Hub, answer: bytes) -> None:
+    hub.answer = answer
+    with pytest.raises(CorruptCheckpoint, match=r"the answer about org/tiny is not a hub's"):
+        get(FOLDER)
+
+
 def test_an_unsupported_architecture_is_refused_before_the_download(hub: Hub) -> None:
     hub.models["org/odd"] = {**hub.models["org/tiny"], "config.json": b'{"architectures": ["OddForCausalLM"]}'}
     with pytest.raises(UnsupportedModel):
