@@ -190,7 +190,7 @@ class LiteralArguments:
             quote = self._own_quote
         elif len(text) < at + 3 and (3 * quote).startswith(text[at:]):
             return None  # one quote, an empty string, or the beginning of three quotes
-        self._quote = 3 * quote if text.startswith(3 * quote, at) else quote
+        self._quote = 3 * quote if quote in "'\"" and text.startswith(3 * quote, at) else quote
         self._is_key = is_key
         self._step = self._string
         pieces.append('"')

@@ -549,6 +549,13 @@ def test_text_that_is_no_list_of_arguments_adds_nothing(text: str, expected: str
     assert json.dumps(expected)  # the text has no half characters
 
 
+def test_three_own_quotes_are_an_empty_text_and_no_longer_quote() -> None:
+    markup = KNOWN_MARKUPS["gemma4"]
+    text = '<|tool_call>call:f{a:<|"|><|"|><|"|>}<tool_call|>'
+    expected = [("call", "f"), ("arguments", '{"a": ""')]
+    assert read(parser(markup), [text]) == read(parser(markup), text) == expected
+
+
 def test_a_call_in_python_without_an_end_has_an_object() -> None:
     assert python_arguments("") == "{}"
     assert python_arguments("", is_cut=True) == ""
