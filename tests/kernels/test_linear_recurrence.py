@@ -206,6 +206,22 @@ def other_ops(mixer: Mixer, _: Region) -> list:
     return mixer.ops[1:]
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_row_whose_squares_overflow_is_not_finite_after_a_norm(isa):
+    """Its inverse length would be 0, and the row 0, as if nothing had happened."""
+    table = np.ones((ROWS, 32), np.float32)
+    table[0] = 1e20
+    x = Region(0, ROWS, 32, "f32")
+    out = following(x, 32)
+    ones = np.ones(32, np.float32)
+    norm = GatedNorm(x, x, 0, ones, 1e-6, 32, False, out)
+    convolution = CausalConv(x, 0, ones[None], None, Ring(64, 2), out, 1, 32, 1e-6)
+    for op in (norm, convolution):
+        rows = TableProgram(table, lambda _, op=op: [op], out, isa=isa).run((0, [0, 1]))
+        assert np.isnan(rows[0]).all()
+        assert np.isfinite(rows[1]).all()
+
+
 def test_a_state_has_a_part_for_each_segment_of_a_head():
     state = MatrixState(128, 3, 24, 80, rollback=5)
     assert (state.segments, state.width, state.matrix_bytes, state.input_columns) == (2, 64, 24 * 64 * 4, 32 + 64 + 16)

@@ -612,6 +612,20 @@ MUTANTS = [
         "tests/kernels/test_linear_recurrence.py",
     ),
     Mutant(
+        "kernels/simd/recurrence.c",
+        "if (least[j] < -64.f)",
+        "if (least[j] < -8.f)",
+        "heads of fast decay forget what is more than a few tokens back",
+        "tests/kernels/test_linear_recurrence.py",
+    ),
+    Mutant(
+        "kernels/simd/recurrence.c",
+        "vf_set1(squares < INFINITY ? 1.f / sqrtf(squares + c->eps) : NAN)",
+        "vf_set1(1.f / sqrtf(squares + c->eps))",
+        "keys whose squares overflow are 0: the request continues without them instead of failing",
+        "tests/kernels/test_linear_recurrence.py",
+    ),
+    Mutant(
         "kernels/isa.pyx",
         "                out.ends[i] = of.ends[i]\n",
         "                pass\n",

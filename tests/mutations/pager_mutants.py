@@ -11,6 +11,7 @@ SPILL = "pager/spill.py"
 SNAPSHOT = "pager/snapshot.py"
 LAYOUT = "pager/layout.py"
 STATES = "pager/states.py"
+STATE_CACHE = "pager/state_cache.py"
 
 MUTANTS = [
     Mutant(
@@ -266,7 +267,7 @@ MUTANTS = [
         "a pin outlives its time",
     ),
     Mutant(
-        "pager/table.py",
+        TABLE,
         "        twin._shortest = self._shortest\n",
         "",
         "a fork may roll back to tokens that its parent has released",
@@ -312,5 +313,29 @@ MUTANTS = [
         "        self._states.share(self.state)\n        twin",
         "        twin",
         "a fork's state is given to another sequence while the fork uses it",
+    ),
+    Mutant(
+        STATE_CACHE,
+        "known.stays = known.stays or stays",
+        "known.stays = stays",
+        "a state that prompts continue from is forgotten when its sequence moves on",
+    ),
+    Mutant(
+        STATE_CACHE,
+        "            known.stays = known.stays or stays\n            self._by_key[key] = known\n",
+        "            known.stays = known.stays or stays\n            self._by_key = {key: known, **self._by_key}\n",
+        "the state that a sequence has just reached is the first one to be evicted",
+    ),
+    Mutant(
+        TABLE,
+        "        twin._state_start = self._state_start\n",
+        "",
+        "a fork continues with a state from which the inputs that it needs are gone",
+    ),
+    Mutant(
+        SNAPSHOT,
+        "if all(key in known for known in pages):",
+        "if any(key in known for known in pages):",
+        "a snapshot loads a state that no prompt can continue from",
     ),
 ]
