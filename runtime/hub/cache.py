@@ -133,7 +133,7 @@ def cached_models() -> list[CachedModel]:
         folders = sorted(cache_folder().glob(f"{CACHE_PREFIX}*--*"))
     except OSError as error:
         raise disk_error(error) from error
-    return [model for folder in folders for model in _models_in(folder)]
+    return [model for folder in folders if folder.is_dir() for model in _models_in(folder)]
 
 
 def remove(reference: ModelReference) -> int:
@@ -179,8 +179,12 @@ def _remove_tagged(repository: Repository, reference: ModelReference) -> None:
         if os.path.realpath(blob) not in used:
             blob.unlink()
     for path in (repository.folder / RECORDS).glob("*.json"):
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
-        if not all((repository.snapshot(record.commit) / name).exists() for name in record.files):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=Record)
+            is_needed = all((repository.snapshot(record.commit) / name).exists() for name in record.files)
+        except msgspec.MsgspecError:
+            is_needed = False
+        if not is_needed:
             path.unlink()
 
 
@@ -223,7 +227,7 @@ def _shards_exist(snapshot: Path, names: set[str]) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     shards = index.get("weight_map") if isinstance(index, Mapping) else None
-    return isinstance(shards, Mapping) and all(name in names for name in shards.values())
+    return isinstance(shards, Mapping) and all(isinstance(name, str) and name in names for name in shards.values())
 
 
 def _disk_bytes(folder: Path) -> int:

@@ -19,7 +19,8 @@ from quire.runtime.common.errors import (
     Unavailable,
     UnsupportedModel,
 )
-from quire.runtime.hub import ModelReference, cached, fetch, headers, pull
+from quire.runtime.hub import ModelReference, cached, cached_models, fetch, headers, pull, remove
+from quire.runtime.hub.cache import RECORDS
 from quire.runtime.hub.fetch import OnBytes
 from quire.runtime.model import read_spec
 
@@ -394,6 +395,24 @@ def test_an_answer_that_is_not_a_hubs_is_a_typed_error(hub: Hub, answer: bytes) 
     hub.answer = answer
     with pytest.raises(CorruptCheckpoint, match=r"the answer about org/tiny is not a hub's"):
         get(FOLDER)
+
+
+def test_a_cache_that_other_programs_have_damaged_is_listed_and_cleared(hub: Hub) -> None:
+    get(Q8)
+    get(ModelReference("org/tiny-GGUF", "F16"))
+    folder = Path(constants.HF_HUB_CACHE)
+    (folder / "models--lost--link").symlink_to(folder / "nowhere")
+    (folder / "models--a--file").touch()
+    odd = folder / "models--odd--index" / "snapshots" / COMMIT
+    odd.mkdir(parents=True)
+    (odd / "config.json").touch()
+    (odd / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["b"]}}')
+    names = [(model.name, model.is_complete) for model in cached_models()]
+    assert names == [("odd/index", False), ("org/tiny-GGUF:F16", True), ("org/tiny-GGUF:Q8_0", True)]
+    for record in (folder / "models--org--tiny-GGUF" / RECORDS).iterdir():
+        record.write_bytes(b"{")
+    assert remove(Q8) > 0
+    assert [model.name for model in cached_models()] == ["odd/index", "org/tiny-GGUF:F16"]
 
 
 def test_an_unsupported_architecture_is_refused_before_the_download(hub: Hub) -> None:
