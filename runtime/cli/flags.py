@@ -169,6 +169,7 @@ if TYPE_CHECKING:
     InfoFlags: TypeAlias = Any
     ScoringFlags: TypeAlias = Any
     BatchFlags: TypeAlias = Any
+    DraftFlags: TypeAlias = Any
 else:
     MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_flags, (MEMORY, SCHEDULING, SERVER, LIMITS))
     MachineFlags = _flags(MACHINES)
@@ -176,3 +177,4 @@ else:
     InfoFlags = _flags(MEMORY, only=("embedding_model", "threads", "isa"))
     ScoringFlags = _flags(MEMORY, only=SCORING_OPTIONS)
     BatchFlags = _flags(SERVER, only=("served_model_name", "in_process", "engine_processes"))
+    DraftFlags = _flags(SCHEDULING, only=("num_speculative_tokens", "draft_model"))

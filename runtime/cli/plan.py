@@ -28,7 +28,7 @@ from ..tools.planning import (
 )
 from ..tools.planning.kv_sizes import describe_sizes
 from ..tools.plotting import check_plot
-from .flags import Json, LimitFlags, MemoryFlags, ModelFolder, read_settings
+from .flags import DraftFlags, Json, LimitFlags, MemoryFlags, ModelFolder, read_settings
 from .model_files import with_model_headers
 
 
@@ -42,6 +42,7 @@ def plan(
     json: Json = False,
     target: Annotated[PlanTarget | None, Parameter(name="*", group="Machine")] = None,
     memory: MemoryFlags | None = None,
+    drafts: DraftFlags | None = None,
     limits: LimitFlags | None = None,
 ) -> None:
     """Print the plan; compare it with this machine on standard error.
@@ -49,7 +50,7 @@ def plan(
     Raises ModelError, ConfigError or MissingDependency.
     """
     if sizes:
-        if model or arena or plot or json or target or memory or limits:
+        if model or arena or plot or json or target or memory or drafts or limits:
             raise ConfigError("sizes cannot be given with a model or another flag: its table is the same for all")
         print(describe_sizes())
         return
@@ -57,7 +58,7 @@ def plan(
         raise ConfigError("arena cannot be given with --json")
     if plot is not None:
         check_plot(plot)
-    with with_model_headers(read_settings(model, memory, limits)) as settings:
+    with with_model_headers(read_settings(model, memory, drafts, limits)) as settings:
         _print_plan(settings, target or PlanTarget(), arena=arena, plot=plot, json=json)
 
 

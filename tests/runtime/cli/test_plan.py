@@ -17,7 +17,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
-from quire.runtime.model import read_spec
+from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.bench.checkpoint import write_safetensors
 from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text
@@ -109,6 +109,16 @@ def test_the_plan_shows_what_compiled_grammars_take_at_most(model: str | None, s
     first = lines.index("for structured output, in the engine process, and in processes that try grammars:") + 1
     assert lines[first + 1] == f"compiled grammars {size:>18} B  at most"
     assert lines[first + 2] == f"trials of grammars{'318,767,104' if model is None else '0':>18} B  at most"
+
+
+def test_the_plan_shows_the_memory_of_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--kv-cache-memory", "64MiB", "--draft-model", "demo", "--num-speculative-tokens", "4"]) == 2
+    assert capsys.readouterr().err.startswith("quire: demo does not exist")
+    drafts = ["--draft-model", str(BUNDLED_MODEL), "--num-speculative-tokens", "4"]
+    assert run(["plan", "--kv-cache-memory", "64MiB", *drafts]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^KV pages +33,554,432 B", text, re.MULTILINE)
+    assert re.search(r"^draft model .* weights 7,995,392 B, KV pages 33,554,432 B$", text, re.MULTILINE)
 
 
 def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
