@@ -74,7 +74,8 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         other_bytes += draft.other_bytes
     kv_bytes = _kv_bytes(config, other_bytes)
     if draft is not None:
-        draft_bytes = draft.of_bytes(kv_bytes - config.max_num_seqs * states.nbytes)
+        num_states = config.max_num_seqs + _num_cached_states(config, states, 0)
+        draft_bytes = draft.of_bytes(kv_bytes - num_states * states.nbytes)
         kv_bytes -= draft_bytes
         config = draft.without(config, draft_bytes)
     num_cached_states = _num_cached_states(config, states, kv_bytes - config.max_num_seqs * states.nbytes)

@@ -244,8 +244,11 @@ def test_a_draft_model_has_as_many_tokens_in_the_same_memory(memory: dict[str, A
     assert f"draft model  {another.memory.draft_bytes:>23,} B  weights" in another.memory.describe()
 
 
-def test_a_draft_model_takes_no_share_of_the_states_of_running_sequences() -> None:
-    settings: dict[str, Any] = {"num_speculative_tokens": 4, "max_num_seqs": 50, "state_cache_memory": 0}
+@pytest.mark.parametrize(("running", "kept"), [(50, 0), (10, 40)])
+def test_a_draft_model_takes_no_share_of_the_states_that_are_asked_for(running: int, kept: int) -> None:
+    state_bytes = 3 * 9 * 96 * 4  # bytes, with 4 draft tokens
+    settings: dict[str, Any] = {"num_speculative_tokens": 4, "max_num_seqs": running}
+    settings["state_cache_memory"] = kept * state_bytes
     config = EngineConfig(kv_cache_memory=1 << 20, draft_model=str(GOLDENS / "llama"), **settings)
     capacity = decide_capacity(config, LFM2)
     assert capacity.draft is not None
