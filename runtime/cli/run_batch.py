@@ -29,7 +29,7 @@ from ..server.batches.run import AnsweredLine, FixedSlots, OrderedRun
 from ..server.openai.local_requests import without_sockets
 from ..server.tenancy.tenants import Tenant
 from ..tools.batch_requests import RemoteRequests
-from .flags import BatchFlags, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
+from .flags import BatchFlags, MemoryFlags, ModelFolder, SchedulingFlags, read_settings, settings_from
 from .serve import open_engine
 
 PROGRESS_LINE_S = 5.0
@@ -65,7 +65,7 @@ def run_batch(
         raise ConfigError(f"--max-concurrency must be at least 1, not {max_concurrency}")
     if server is not None and model is not None:
         raise ConfigError("give MODEL or --server, not both: a server has its own model")
-    settings = settings_from(model, memory, scheduling, batch)
+    settings = (settings_from if server is None else read_settings)(model, memory, scheduling, batch)
     with _answers(input_file, output_file) as (lines, answers):
         progress = BatchProgress(answers, count_lines(input_file), quiet=quiet)
         if answers.num_lines < progress.total:

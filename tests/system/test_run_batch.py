@@ -151,3 +151,12 @@ def test_what_cannot_be_run_is_refused(
     (tmp_path / "other").write_text("text\n")
     assert run(["run-batch", *flags]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_a_run_at_a_server_reads_no_model_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_MODEL", "organization/model")
+    source = write_lines(tmp_path / "in", requests(2))
+    assert run(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--server", "host:1"]) == 2
+    assert capfd.readouterr().err.endswith("--server: 'host:1' is not allowed; write http://HOST:PORT/v1\n")

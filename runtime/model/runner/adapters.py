@@ -52,7 +52,7 @@ class Adapters:
         free = set(range(self._table.slots)) - set(self._slots.values())
         packed = pack_adapter(self._layout, files, self._norms, self._pairs)
         if not free:
-            raise ConfigError(f"lora: {name} is one adapter more than max_loras {self._table.slots}")
+            raise ConfigError(f"lora: {name} is one adapter more than the {self._table.slots} that were planned")
         if self.nbytes + packed.nbytes > self._max_bytes:
             raise ConfigError(
                 f"lora: {name} takes {packed.nbytes:,} bytes, and the other adapters {self.nbytes:,}; lora_memory is "
