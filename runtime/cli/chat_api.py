@@ -105,13 +105,11 @@ class ChatAPI:
             event = self._json(data)
             if event.get("error"):
                 raise Unavailable(_message(event) or "the server ended the answer with an error")
-            usage = event.get("usage") or {}
-            if "completion_tokens" in usage:
-                yield ChatPiece(completion_tokens=usage["completion_tokens"])
-            for choice in event.get("choices") or ():
-                delta = choice.get("delta") or {}
-                reasoning = next((delta[name] for name in THOUGHTS if delta.get(name)), "")
-                yield ChatPiece(text=delta.get("content") or "", reasoning=reasoning)
+            try:
+                event_pieces = list(_event_pieces(event))
+            except (AttributeError, TypeError) as error:
+                raise ProtocolError(f"{self.url} does not answer as OpenAI's API does") from error
+            yield from event_pieces
         raise Unavailable(f"{self.url}: the answer was cut")
 
     def _json(self, data: bytes) -> dict[str, Any]:
@@ -134,6 +132,20 @@ class ChatAPI:
         if status in (429, 529):
             return Overloaded(text)
         return Unavailable(text) if status >= 500 else InvalidRequest(text)
+
+
+def _event_pieces(event: Mapping[str, Any]) -> Iterator[ChatPiece]:
+    """Yield the pieces of one event. Raises AttributeError or TypeError for another form."""
+    usage = event.get("usage") or {}
+    if "completion_tokens" in usage:
+        yield ChatPiece(completion_tokens=usage["completion_tokens"])
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        reasoning = next((delta[name] for name in THOUGHTS if delta.get(name)), "")
+        text = delta.get("content") or ""
+        if not (isinstance(text, str) and isinstance(reasoning, str)):
+            raise TypeError("a delta has no text")
+        yield ChatPiece(text=text, reasoning=reasoning)
 
 
 def _message(content: Mapping[str, Any]) -> str:

@@ -175,6 +175,15 @@ def test_an_interrupt_keeps_the_part_that_was_read(api: ScriptedAPI, monkeypatch
         (200, event(content="Hel"), Unavailable, "the answer was cut"),
         (200, b'data: {"error": {"message": "engine lost"}}\n\n', Unavailable, "engine lost"),
         (200, b"data: [1]\n\n", ProtocolError, "does not answer as OpenAI's API does"),
+        (200, b'data: {"choices": 5}\n\n', ProtocolError, "does not answer as OpenAI's API does"),
+        (200, b'data: {"usage": 5}\n\n', ProtocolError, "does not answer as OpenAI's API does"),
+        (200, b'data: {"choices": [{"delta": [1]}]}\n\n', ProtocolError, "does not answer as OpenAI's API does"),
+        (
+            200,
+            b'data: {"choices": [{"delta": {"content": 5}}]}\n\n',
+            ProtocolError,
+            "does not answer as OpenAI's API does",
+        ),
         (200, b"data: {\n\n", ProtocolError, "does not answer in JSON"),
     ],
 )
