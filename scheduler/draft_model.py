@@ -63,7 +63,6 @@ class DraftModel:
             missing_s = self._ratio * self._cost.predict_prefill(len(request.token_ids))
             if missing_s > further * lengths.saving(acceptance_rate, length):
                 return False
-            self._started.add(request_id)
         self._lengths[request_id] = length
         self._salts[request_id] = request.spec.prefix_salt
         return True
@@ -86,6 +85,7 @@ class DraftModel:
             max_rows = 2 * len(lengths) + int(left_s / per_row_s) if per_row_s else max_rows
         if not lengths:
             return None
+        self._started |= lengths.keys()
         ended, self._ended = tuple(self._ended), []
         return DraftTask(lengths, salts, max_rows, ended)
 

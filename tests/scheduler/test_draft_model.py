@@ -108,6 +108,8 @@ def test_passes_stay_within_the_latency_target(make_harness: MakeHarness, target
     harness.run()
     lengths = [task.lengths[1] for task in tasks if task is not None]
     assert max(lengths, default=0) == most
+    model: Any = harness.scheduler._speculator._model
+    assert model._ended == ([1] if most else [])  # a request that was never proposed for is not remembered
 
 
 def test_ended_requests_are_named_once_with_the_next_task(make_harness: MakeHarness) -> None:
