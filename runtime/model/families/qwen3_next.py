@@ -99,6 +99,8 @@ def read_delta(config: ConfigTable, layers: tuple[bool, ...], norm_eps: float) -
     """Read the gated delta nets of `layers`; None if no layer has one."""
     if not any(layers):
         return None
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.refused("hidden_act", '"silu", which follows the convolution')
     num_key_heads = config.integer("linear_num_key_heads", 1, MAX_HEADS)
     num_value_heads = config.integer("linear_num_value_heads", 1, MAX_HEADS)
     if num_value_heads % num_key_heads:

@@ -148,6 +148,7 @@ def test_layers_with_linear_attention(read: Read, keys: Any, layers: tuple[bool,
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
+        ({"hidden_act": "gelu_pytorch_tanh"}, '"silu", which follows the convolution'),
         ({"layer_types": ["linear_attention"] * 3}, "4 times linear_attention or full_attention"),
         ({"layer_types": ["conv"] * 4}, "4 times linear_attention or full_attention"),
         ({"layer_types": [["linear_attention"]] * 4}, "4 times linear_attention or full_attention"),
