@@ -237,7 +237,6 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
   return (wq8){bits_half(w.lo, shift, mask), bits_half(w.hi, shift, mask)};
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { return (wq8){_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
-static inline wq8 wq8_set1(int8_t x) { return (wq8){_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }
 // table[i] for bytes i below 16.
 static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));

@@ -219,7 +219,6 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
   return _mm512_and_si512((__m512i)x, _mm512_set1_epi8((char)mask));
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { return _mm512_or_si512(a, b); }
-static inline wq8 wq8_set1(int8_t x) { return _mm512_set1_epi8(x); }
 // table[i] for bytes i below 16.
 static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), indices);

@@ -186,7 +186,6 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
   MAP(wq8, vreinterpretq_s8_u8(vandq_u8(vshlq_u8(w.q[i], left), vdupq_n_u8((uint8_t)mask))));
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { MAP(wq8, vorrq_s8(a.q[i], b.q[i])); }
-static inline wq8 wq8_set1(int8_t x) { MAP(wq8, vdupq_n_s8(x)); }
 // table[i] for bytes i below 16.
 static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
   const uint8x16_t entries = vld1q_u8(table);

@@ -213,11 +213,6 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
   MAP(wq8, (u16x8)(shift < 0 ? (u32x4)w.q[i] << -shift : (u32x4)w.q[i] >> shift) & both);
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { MAP(wq8, a.q[i] | b.q[i]); }
-static inline wq8 wq8_set1(int8_t x) {
-  wq8 r;
-  memset(&r, x, sizeof r);
-  return r;
-}
 // table[i] for bytes i below 16.
 static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
   uint8_t bytes[64];
