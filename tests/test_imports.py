@@ -28,7 +28,7 @@ ALLOWED_PACKAGES = {  # package -> the packages that it may import besides itsel
 LAYERS = """
 6  cli/       one file per command                    ray/       on Ray Serve
 5  cluster/   engine processes of other machines      tools/     bench, loadtest, planning, simulation, traffic
-4  server/    msgpack, openai, requests, monitoring    workers/   engine processes    llm.py   without a server
+4  server/    msgpack, openai, anthropic, ollama       workers/   engine processes    llm.py   without a server
 3  engine/    input, core, output, text, structured    client/    AsyncClient, Client    hub/    models by name
 2  model/     config, families, weights, runner    protocol/   frames, codec    net/   sockets, TLS
 1  common/    errors, types, config, settings, logs
