@@ -13,6 +13,7 @@ from quire.runtime.common.errors import UnsupportedModel
 from quire.runtime.model import kv_layout, read_spec
 from quire.runtime.model.families.registry import FAMILIES
 from quire.runtime.model.families.unsupported import MISSING_PARTS
+from quire.runtime.model.states import lay_out_states
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 SIZES = (
@@ -164,6 +165,15 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
             "GraniteMoeHybridForCausalLM", 100352, 1536, 40, 12, 4, 4096, 131072,
             layer_types=(["mamba"] * 9 + ["attention"]) * 4, position_embedding_type="nope", num_local_experts=0,
             shared_intermediate_size=4096, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, **GRANITE,
+        ),
+        ("granite_hybrid", 128, 0, 40, 131072),
+    ),
+    "Granite 4.0 H Tiny": (
+        model(
+            "GraniteMoeHybridForCausalLM", 100352, 1536, 40, 12, 4, 512, 131072,
+            layer_types=[*["mamba"] * 5, "attention", *(["mamba"] * 9 + ["attention"]) * 3, *["mamba"] * 4],
+            position_embedding_type="nope", num_local_experts=64, num_experts_per_tok=6, shared_intermediate_size=1024,
+            mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, tie_word_embeddings=True, **GRANITE,
         ),
         ("granite_hybrid", 128, 0, 40, 131072),
     ),
@@ -458,6 +468,20 @@ def test_the_page_of_models_lists_what_is_read_and_what_is_refused() -> None:
     assert {name for name, _ in REFUSED.values()} == MISSING_PARTS.keys()
     assert [name for name in (*families, *MISSING_PARTS) if f"`{name}`" not in page] == []
     assert [part for part in MISSING_PARTS.values() if part not in page] == []
+
+
+def test_the_states_and_pages_of_granite_4_h_tiny(tmp_path: Path) -> None:
+    """36 layers have 48 matrices of 128 x 64, each with a line of 64 bytes and the inputs of 2 tokens, and 5 rows of
+    inputs of the convolution; 4 layers store keys and values.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(READ["Granite 4.0 H Tiny"][0]))
+    spec = read_spec(tmp_path)
+    matrix = 64 + 4 * 128 * 64 + 4 * 2 * (128 + 64 + 16)
+    ring = 4 * 5 * (48 * 64 + 2 * 128)
+    assert lay_out_states(spec).nbytes == 36 * (48 * matrix + ring) == 62_005_248
+    assert kv_layout(spec, "bf16", 32).token_bytes == 4 * 4 * 128 * 2 * 2
+    assert spec.experts is not None
+    assert (spec.experts.num_experts, spec.experts.top_k, spec.experts.shared_size) == (64, 6, 1024)
 
 
 def test_layers_of_gemma_4_e2b_read_the_last_layer_of_their_kind_that_stores(tmp_path: Path) -> None:
