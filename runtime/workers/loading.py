@@ -86,12 +86,16 @@ def _draw(stream: TextIO, name: str, progress: ModelLoading, ended: threading.Ev
 def _log_plan(config: EngineConfig, capacity: Capacity | EncoderCapacity) -> None:
     memory = capacity.memory
     fields: dict[str, object] = {}
+    problem = None
     if isinstance(capacity, Capacity):
         fields = {
             "kv_cache": capacity.layout.dtype,
             "kv_cache_bytes": capacity.memory.kv_bytes,
             "max_model_len": capacity.max_model_len,
         }
+        if capacity.state_layout.nbytes:
+            fields |= {"states": capacity.num_states, "states_kept": capacity.num_cached_states}
+        problem = capacity.prefix_cache_problem(config)
     _log.info(
         "loading the model",
         model=config.model or "bundled demo",
@@ -100,6 +104,8 @@ def _log_plan(config: EngineConfig, capacity: Capacity | EncoderCapacity) -> Non
         total_bytes=memory.total_bytes,
         **fields,
     )
+    if problem is not None:
+        _log.warning("the prefix cache is off", reason=problem)
     free = free_memory_bytes()
     if memory.total_bytes > free:
         limit = deciding_limit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from quire.runtime.common.config import EngineConfig
@@ -13,6 +14,8 @@ from quire.runtime.model.files import files_bytes
 from quire.runtime.workers import loading
 from quire.runtime.workers.loading import ERASE_LINE, ModelLoading, bar_line, shown_loading
 from structlog.testing import capture_logs
+
+from tests.support.families import GOLDENS
 
 CONFIG = EngineConfig(kv_cache_memory=1 << 20, threads=1)
 
@@ -40,6 +43,25 @@ async def test_the_log_has_the_plan_of_what_is_loaded() -> None:
             "total_bytes": memory.total_bytes,
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "events"),
+    [
+        ({}, ["loading the model", "the prefix cache is off"]),
+        ({"state_cache_memory": 0}, ["loading the model"]),
+        ({"enable_prefix_caching": False}, ["loading the model"]),
+    ],
+    ids=str,
+)
+async def test_a_prefix_cache_that_can_keep_no_state_is_warned_of(settings: dict[str, Any], events: list[str]) -> None:
+    """The KV cache has 6 states of 5,760 bytes, 3 of which run. A quarter of the rest holds none."""
+    model = str(GOLDENS / "lfm2")
+    with capture_logs() as logs:
+        core = await load(EngineConfig(model=model, kv_cache_memory=34_560, max_num_seqs=3, threads=1, **settings))
+    await core.close()
+    assert [line["event"] for line in logs] == events
+    assert (logs[0]["states"], logs[0]["states_kept"]) == (3, 0)
 
 
 async def test_an_encoder_has_no_cache() -> None:

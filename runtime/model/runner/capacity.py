@@ -55,6 +55,13 @@ class Capacity:
         states = self.state_layout
         return StatePool(self.num_states, states.rollback, copy, states.nbytes) if states.nbytes else None
 
+    def prefix_cache_problem(self, config: EngineConfig) -> str | None:
+        """Return why there is no prefix cache if `config` has not switched it off; None if there is one."""
+        wanted = config.enable_prefix_caching and config.state_cache_memory != 0
+        if not wanted or not self.state_layout.nbytes or self.num_cached_states:
+            return None
+        return "no state fits; raise kv_cache_memory or state_cache_memory, or lower max_num_seqs"
+
 
 def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     """Decide all sizes. Raises ConfigError if the model or this machine cannot do what the configuration asks for."""
@@ -70,6 +77,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     other_bytes += lora_bytes
     states = lay_out_states(spec, config.num_speculative_tokens, config.state_dtype)
     draft = None if config.draft_model is None else DraftShare.of(config, spec, layout, max_model_len)
+    draft_bytes = 0
     if draft is not None:
         other_bytes += draft.other_bytes
     kv_bytes = _kv_bytes(config, other_bytes)
@@ -77,10 +85,10 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         num_states = config.max_num_seqs + _num_cached_states(config, states, 0)
         draft_bytes = draft.of_bytes(kv_bytes - num_states * states.nbytes)
         kv_bytes -= draft_bytes
-        config = draft.without(config, draft_bytes)
     num_cached_states = _num_cached_states(config, states, kv_bytes - config.max_num_seqs * states.nbytes)
     num_states = config.max_num_seqs + num_cached_states
-    num_pages = _num_pages(config, layout, max_model_len, kv_bytes, num_states * states.nbytes)
+    others = OthersInCache(num_states * states.nbytes, draft_bytes)
+    num_pages = _num_pages(config, layout, max_model_len, kv_bytes - others.state_bytes, others)
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     draft_capacity = None if draft is None else draft.capacity(min(draft_bytes, draft.beside(num_pages, layout)))
@@ -166,18 +174,6 @@ class DraftShare:
     def of_bytes(self, kv_bytes: int) -> int:
         """Return the draft model's part of a KV cache of this size."""
         return max(int(kv_bytes * self.ratio / (1 + self.ratio)), self._least_bytes)
-
-    def without(self, config: EngineConfig, draft_bytes: int) -> EngineConfig:
-        """Return the configuration of the model alone, which `draft_bytes` of the KV cache do not belong to."""
-        if config.kv_cache_memory is None:
-            return config
-        kv_bytes = config.kv_cache_memory - draft_bytes
-        if kv_bytes <= 0:
-            raise ConfigError(
-                f"kv_cache_memory {config.kv_cache_memory} must be more than the {draft_bytes} bytes of a page of "
-                "draft_model"
-            )
-        return msgspec.structs.replace(config, kv_cache_memory=kv_bytes)
 
     def beside(self, num_pages: int, layout: KVLayout) -> int:
         """Return the bytes of the draft model's pages beside `num_pages` pages of the model."""
@@ -346,36 +342,50 @@ def _state_interval(config: EngineConfig, layout: KVLayout, num_pages: int, num_
     return config.state_interval or max(STATE_INTERVAL, tokens // max(1, num_cached_states))
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, kv_bytes: int, state_bytes: int) -> int:
-    """Return the configured number of pages, or enough for all sequences at full length within `kv_bytes`.
+@dataclass(frozen=True, slots=True)
+class OthersInCache:
+    """The bytes of the KV cache beside the model's pages: states, and the pages of a draft model."""
+
+    state_bytes: int
+    draft_bytes: int
+
+    def describe(self, config: EngineConfig) -> str:
+        """Return the parts with their sizes, as text of an error; empty if there are none."""
+        states = f"the states of max_num_seqs {config.max_num_seqs} sequences and of state_cache_memory"
+        parts = ((self.state_bytes, states), (self.draft_bytes, "a page of draft_model"))
+        return " and ".join(f"the {size} bytes of {what}" for size, what in parts if size)
+
+
+def _num_pages(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, page_bytes: int, others: OthersInCache
+) -> int:
+    """Return the pages of the configured size, or enough for all sequences at full length within `page_bytes`.
 
     A chunk of prefill needs all its pages before a sliding layer group releases any, so one step's pages are added.
-    States, of `state_bytes`, are part of the KV cache.
     """
     least = layout.pages_for(1)
+    besides = others.describe(config)
     if config.kv_cache_memory is not None:
-        if config.kv_cache_memory <= state_bytes:
-            raise ConfigError(
-                f"kv_cache_memory {config.kv_cache_memory} must be more than the {state_bytes} bytes of the states of "
-                f"max_num_seqs {config.max_num_seqs} sequences and of state_cache_memory"
-            )
-        pages = layout.pages_in(config.kv_cache_memory - state_bytes)
+        if besides and page_bytes <= 0:
+            raise ConfigError(f"kv_cache_memory {config.kv_cache_memory} must be more than {besides}")
+        pages = layout.pages_in(page_bytes)
         if pages < least:
             holds = f"{pages} of the {least} pages that a sequence needs at least" if pages else "no page"
+            less = f", less {besides}," if besides else ""
             raise ConfigError(
-                f"kv_cache_memory {config.kv_cache_memory} holds {holds}; a page of {layout.page_size} tokens takes "
-                f"{layout.page_bytes} bytes"
+                f"kv_cache_memory {config.kv_cache_memory}{less} holds {holds}; a page of {layout.page_size} tokens "
+                f"takes {layout.page_bytes} bytes"
             )
         return pages
-    if state_bytes and kv_bytes < state_bytes + least * layout.page_bytes:
+    if others.state_bytes and page_bytes < least * layout.page_bytes:
+        kv_bytes = page_bytes + others.state_bytes + others.draft_bytes
         raise ConfigError(
-            f"the states of max_num_seqs {config.max_num_seqs} sequences and of state_cache_memory take {state_bytes} "
-            f"bytes, and the KV cache has {kv_bytes} by kv_cache_share {config.kv_cache_share}; lower max_num_seqs, or "
-            "set kv_cache_memory"
+            f"the KV cache has {kv_bytes} bytes by kv_cache_share {config.kv_cache_share}, which must be at least "
+            f"{least * layout.page_bytes} more than {besides}; lower max_num_seqs, or set kv_cache_memory"
         )
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
-    return max(least, min(wanted, layout.pages_in(max(0, kv_bytes - state_bytes))))
+    return max(least, min(wanted, layout.pages_in(max(0, page_bytes))))
 
 
 def _fitting_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:

@@ -145,6 +145,8 @@ class ServingPlan:
             "page_size": layout.page_size,
             "page_bytes": layout.page_bytes,
             "pages": memory.kv_pages,
+            "state_bytes": self.capacity.state_layout.nbytes,
+            "states_kept": self.capacity.num_cached_states,
             "max_model_len": self.capacity.max_model_len,
             "rope_factors": self.rope_factors,
             "engine_process": {

@@ -46,6 +46,7 @@ def plan_text(plan: ServingPlan, arena: bool) -> str:
         f"weights {weights_text(spec, config.weights)}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
         f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",
         *_layer_groups(plan),
+        *_states(plan),
         f"{_pool(plan)}; at most {config.max_num_seqs} sequences, "
         f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
         *_long_rope(plan),
@@ -87,6 +88,19 @@ def _layer_groups(plan: ServingPlan) -> list[str]:
         return []
     counts = _count(len(layout.groups), "layer group"), _count(layout.page_layers, "layer")
     return [f"{counts[0]}, {counts[1]} per page; {'; '.join(map(_window, plan.kv_layers))}"]
+
+
+def _states(plan: ServingPlan) -> list[str]:
+    """Return a line about the states of sequences, none for a model without states."""
+    capacity = plan.capacity
+    if not capacity.state_layout.nbytes:
+        return []
+    size = f"states of {capacity.state_layout.nbytes:,} B each; the prefix cache"
+    if capacity.num_cached_states:
+        interval = f"in a long prompt one every {capacity.state_interval:,} tokens"
+        return [f"{size} keeps {capacity.num_cached_states:,}, {interval}"]
+    problem = capacity.prefix_cache_problem(plan.settings.engine)
+    return [f"{size} is off" + (f": {problem}" if problem else "")]
 
 
 def _long_rope(plan: ServingPlan) -> list[str]:

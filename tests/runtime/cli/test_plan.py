@@ -71,6 +71,27 @@ def test_a_mixture_of_experts_is_described() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "kept", "rest"),
+    [
+        ({"state_cache_memory": 12 * 5760}, 12, "keeps 12, in a long prompt one every 512 tokens"),
+        ({"state_cache_memory": 1}, 0, "is off: no state fits; raise kv_cache_memory or state_cache_memory, or lower "),
+        ({"state_cache_memory": 0}, 0, "is off"),
+        ({"enable_prefix_caching": False}, 0, "is off"),
+    ],
+    ids=str,
+)
+def test_the_plan_shows_the_states_that_the_prefix_cache_keeps(settings: dict[str, Any], kept: int, rest: str) -> None:
+    """A state has 3 layers of 5 rows with 96 columns, in f32."""
+    folder = str(Path(__file__).parents[2] / "goldens" / "lfm2")
+    config = EngineConfig(model=folder, kv_cache_memory=MEMORY, **settings)
+    plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
+    (line,) = (line for line in plan_text(plan, False).splitlines() if line.startswith("states of"))
+    assert line.removesuffix("max_num_seqs") == f"states of 5,760 B each; the prefix cache {rest}"
+    figures = plan.as_dict()
+    assert (figures["state_bytes"], figures["states_kept"]) == (5760, kept)
+
+
+@pytest.mark.parametrize(
     ("max_model_len", "factors", "line"),
     [
         (64, "short", "LongRoPE: short factors; a --max-model-len above 64 takes the long ones for all requests"),

@@ -105,7 +105,11 @@ def test_states_leave_a_page_of_the_share_of_free_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 3 * STATE + page_bytes)
     assert decide_capacity(config, LFM2).num_pages == 1
     monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 3 * STATE + page_bytes - 1)
-    with pytest.raises(ConfigError, match=rf"states of max_num_seqs 3 sequences .* take {3 * STATE} bytes"):
+    message = (
+        f"has {3 * STATE + page_bytes - 1} bytes by kv_cache_share 1.0, which must be at least {page_bytes} more than "
+        f"the {3 * STATE} bytes of the states of max_num_seqs 3 sequences"
+    )
+    with pytest.raises(ConfigError, match=message):
         decide_capacity(config, LFM2)
 
 
@@ -255,6 +259,26 @@ def test_a_draft_model_takes_no_share_of_the_states_that_are_asked_for(running: 
     pages = capacity.memory.kv_bytes + capacity.memory.draft_kv_bytes
     rest = (1 << 20) - 50 * 3 * 9 * 96 * 4 - pages
     assert 0 <= rest < capacity.layout.page_bytes + capacity.draft.layout.page_bytes
+
+
+def test_errors_beside_a_draft_model_name_the_memory_that_was_given() -> None:
+    """5 states of 3 layers, in f32 with 9 rows of 96 columns each, and a page of the draft model."""
+    states = "the 51840 bytes of the states of max_num_seqs 5 sequences and of state_cache_memory"
+    parts = f"{states} and the 8192 bytes of a page of draft_model"
+    for memory, message in (
+        (60_032, f"kv_cache_memory 60032 must be more than {parts}"),
+        (60_033, f"kv_cache_memory 60033, less {parts}, holds no page; a page of 32 tokens takes 12288 bytes"),
+    ):
+        config = EngineConfig(
+            draft_model=str(GOLDENS / "llama"),
+            num_speculative_tokens=4,
+            max_num_seqs=5,
+            kv_cache_memory=memory,
+            state_cache_memory=0,
+        )
+        with pytest.raises(ConfigError) as error:
+            decide_capacity(config, LFM2)
+        assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
