@@ -40,8 +40,8 @@ cdef bind_recurrence(RecurrenceOp *record, op, Regions regions, max_rows)
 cdef bind_gated_norm(GatedNormOp *record, op, Regions regions, max_rows)
 cdef int64_t num_convolved_items(const ConvolutionOp *op, const Step *step) noexcept nogil
 cdef int64_t num_recurrent_items(const RecurrenceOp *op, const Step *step) noexcept nogil
-cdef int64_t run_convolution(const ConvolutionOp *op, const Step *step, const quire_tiles *tiles,
-                             long long *counter) noexcept nogil
+cdef int64_t run_convolution(const ConvolutionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                             int workers) noexcept nogil
 cdef int64_t run_recurrence(const RecurrenceOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                             int workers) noexcept nogil
 cdef int64_t run_gated_norm(const GatedNormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,

@@ -12,9 +12,16 @@ import numpy as np
 from .isa cimport (QUIRE_MAX_KEY, QUIRE_MAX_TAPS, QUIRE_SEGMENT, QUIRE_TOKENS, quire_convolution, quire_recurrence,
                    quire_recurrent_token)
 from .ops import SEGMENT, padded
-from .pool cimport quire_next_index, quire_next_run, quire_run
+from .pool cimport quire_next_run, quire_run
+
+cdef extern from *:
+    """
+    static inline void prefetch_line(const void *line) { __builtin_prefetch(line, 1, 2); }
+    """
+    void prefetch_line(const void *line) noexcept nogil
 
 cdef enum:
+    LINE = 16                       # floats of a cache line
     COLUMNS = 128                   # columns of a convolution's item; whole blocks of 32, and of their groups
     MOST_SEGMENTS = 8               # most segments that a worker takes at once: it prefetches the next one of them
     MOST_ROWS = 16                  # most rows of an item of a norm
@@ -125,37 +132,62 @@ cdef int64_t num_convolved_items(const ConvolutionOp *op, const Step *step) noex
     return step.sequences * _convolved_segments(op)
 
 
-cdef int64_t run_convolution(const ConvolutionOp *op, const Step *step, const quire_tiles *tiles,
-                             long long *counter) noexcept nogil:
-    cdef int64_t segments = _convolved_segments(op), item = quire_next_index(counter), computed = 0
-    cdef int64_t width = op.input.rows.width, sequence, segment, column, row, position
+cdef int64_t run_convolution(const ConvolutionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                             int workers) noexcept nogil:
+    cdef int64_t segments = _convolved_segments(op), width = op.input.rows.width, computed = 0
+    cdef int64_t item, sequence, segment, column, row, position
     cdef const float *x
     cdef quire_convolution some = op.all
     cdef float out[COLUMNS]
-    while item < step.sequences * segments:
-        sequence, segment = item // segments, item % segments
-        some.is_normed = segment < op.num_normed
-        if some.is_normed:
-            column, some.columns = segment * op.head_dim, op.head_dim
-        else:
-            column = op.num_normed * op.head_dim + (segment - op.num_normed) * COLUMNS
-            some.columns = min(<int64_t>COLUMNS, op.columns - column)
-        some.weight = op.all.weight + column
-        if op.all.bias != NULL:
-            some.bias = op.all.bias + column
-        some.ring = <float *>_state(step, sequence, op.offset) + column
-        position = step.first_position[sequence]
-        for row in range(step.row_start[sequence], step.row_start[sequence + 1]):
-            x = <const float *>op.input.rows.data + row * width + op.column + column
-            if op.all.part:
-                tiles.convolve(&some, x, position, out)
-                tiles.convert(out, COLUMNS, 1, some.columns, &op.out, row, column)
-            else:
-                tiles.convolve(&some, x, position, <float *>op.out.rows.data + row * op.out.rows.width + column)
-            position += 1
-        computed += 1
-        item = quire_next_index(counter)
+    cdef quire_run run
+    while quire_next_run(counter, step.sequences * segments, workers, MOST_SEGMENTS, &run):
+        for item in range(run.first, run.end):
+            if item + 1 < run.end:
+                _prefetch_inputs(op, step, (item + 1) // segments, (item + 1) % segments)
+            sequence, segment = item // segments, item % segments
+            column, some.columns = _first_column(op, segment), _num_columns(op, segment)
+            some.is_normed = segment < op.num_normed
+            some.weight = op.all.weight + column
+            if op.all.bias != NULL:
+                some.bias = op.all.bias + column
+            some.ring = <float *>_state(step, sequence, op.offset) + column
+            position = step.first_position[sequence]
+            for row in range(step.row_start[sequence], step.row_start[sequence + 1]):
+                x = <const float *>op.input.rows.data + row * width + op.column + column
+                if op.all.part:
+                    tiles.convolve(&some, x, position, out)
+                    tiles.convert(out, COLUMNS, 1, some.columns, &op.out, row, column)
+                else:
+                    tiles.convolve(&some, x, position, <float *>op.out.rows.data + row * op.out.rows.width + column)
+                position += 1
+        computed += run.end - run.first
     return computed
+
+
+cdef inline int64_t _first_column(const ConvolutionOp *op, int64_t segment) noexcept nogil:
+    if segment < op.num_normed:
+        return segment * op.head_dim
+    return op.num_normed * op.head_dim + (segment - op.num_normed) * COLUMNS
+
+
+cdef inline int64_t _num_columns(const ConvolutionOp *op, int64_t segment) noexcept nogil:
+    if segment < op.num_normed:
+        return op.head_dim
+    return min(<int64_t>COLUMNS, op.columns - _first_column(op, segment))
+
+
+cdef void _prefetch_inputs(const ConvolutionOp *op, const Step *step, int64_t sequence,
+                           int64_t segment) noexcept nogil:
+    """Prefetch the inputs of a segment that the first row of a sequence reads from the ring, and the place of its own.
+
+    These rows lie far apart: without this, their lines would come one after another.
+    """
+    cdef int64_t first = step.first_position[sequence], position, line
+    cdef int64_t lines = (_num_columns(op, segment) + LINE - 1) // LINE
+    cdef const float *ring = <const float *>_state(step, sequence, op.offset) + _first_column(op, segment)
+    for position in range(max(<int64_t>0, first - op.all.taps + 1), first + 1):
+        for line in range(lines):
+            prefetch_line(ring + position % op.all.rows * op.all.stride + line * LINE)
 
 
 cdef int64_t num_recurrent_items(const RecurrenceOp *op, const Step *step) noexcept nogil:

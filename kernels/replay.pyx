@@ -91,7 +91,7 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         computed = run_pool(&record.op.pool, step, tiles, counter)
         total = _items(step, step.samples)
     elif record.kind == CONVOLUTION:
-        computed = run_convolution(&record.op.convolution, step, tiles, counter)
+        computed = run_convolution(&record.op.convolution, step, tiles, counter, workers)
         total = num_convolved_items(&record.op.convolution, step)
     elif record.kind == RECURRENCE:
         computed = run_recurrence(&record.op.recurrence, step, tiles, counter, workers)
