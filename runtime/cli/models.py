@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from textwrap import wrap
 
-from ..engine.text.gguf_tokenizer import VOCABULARIES
+from ..engine.text.gguf_vocabulary import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
 from ..model import FAMILIES
-from ..model.encoder import ENCODERS
+from ..model.encoder import ENCODERS, GGUF_ENCODERS
 from ..model.quantization_config import METHODS
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
@@ -28,6 +28,7 @@ def supported() -> Iterator[Row]:
         yield "family", f"{', '.join(family.architectures)}{in_gguf}"
     for encoder in ENCODERS:
         yield "encoder", ", ".join(encoder.architectures)
+    yield "encoder", f"in GGUF files {', '.join(GGUF_ENCODERS)}"
     yield (
         "encoder",
         "each family above: Model and ForCausalLM with sentence-transformers' modules.json, and "

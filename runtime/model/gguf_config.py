@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from ..common.errors import CorruptCheckpoint, UnsupportedModel
-from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, ConfigTable, num_layers, read_head_dim
-from .rope import rotary_dim
-from .spec import DecoderSpec, FrequencyDivisors, Rope, TensorNames
+from ..common.errors import UnsupportedModel
+from .config_json import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, ConfigTable, num_layers, read_head_dim
+from .gguf_rope import LONG_ROPE, LONG_ROPE_SCALE, ROPE_FREQS, has_long_rope, rope_scaling, with_divisors
+from .spec import DecoderSpec, TensorNames
 from .weights import Checkpoint
 from .weights.gguf import GGUFFile, Metadata
 from .weights.gguf_checkpoint import GGUFCheckpoint
@@ -110,14 +108,14 @@ GGUF_NAMES = TensorNames(
 )
 FUSED_QKV = "attn_qkv"  # instead of three tensors
 FUSED_EXPERTS = "ffn_gate_up_exps"  # instead of two tensors
-ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the frequencies
-NOT_ROTATED = float(np.float32(1e30))  # the divisor of pairs that are not rotated
-LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
-LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 NEXT_TOKENS = "nextn_predict_layers"  # the number of layers after the decoder's, which predict further tokens
 GATING = "expert_gating_func"  # the scores of routers; each family that reads the key has a default of its own
 SIGMOID = 2  # the value of GATING for routers with sigmoids
+QUANTIZATION_VERSION = "general.quantization_version"
 QUANTIZATION = 2  # the version of GGML's block formats
+POOLING_TYPE = "pooling_type"
+RANK = 4  # the pooling of models that score
+SCORING_LAYER = "cls.output"  # the last layer of a model that scores
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model does not have
@@ -168,26 +166,26 @@ class GGUFFormat:
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, Checkpoint]:
         """Return the spec and the tensors; `read` is the reader of config.json. Raises ModelError."""
-        used = {*self.keys.values(), *([LONG_ROPE_SCALE] if _has_long_rope(file) else [])}
-        self._check_neutral(file.metadata, used)
+        used = {*self.keys.values(), *([LONG_ROPE_SCALE] if has_long_rope(file) else [])}
+        check_neutral(file.metadata, self.architecture, NEUTRAL, used)
         for name in self._bare_names(file):
             file.tensors[f"{name}.weight"] = file.tensors.pop(name)
         if self.experts:
             file.metadata.integer(f"{self.architecture}.expert_count", 1, MAX_EXPERTS)
         names = self._names(file)
-        spec = _with_divisors(read(self._config(file, names)), file, self.divides_full_layers)
+        spec = with_divisors(read(self._config(file, names)), file, self.divides_full_layers)
         spec = replace(spec, names=names, norm_offset=0.0)  # the converter adds the offset to the norms
         if self.tiles_value_heads and spec.delta is not None:
             delta = replace(spec.delta, tiled=spec.delta.num_key_heads < spec.delta.num_value_heads)
             spec = replace(spec, delta=delta)
         checkpoint = GGUFCheckpoint(file)
-        factors = {ROPE_FREQS, *(LONG_ROPE.values() if _has_long_rope(file) else ())}
+        factors = {ROPE_FREQS, *(LONG_ROPE.values() if has_long_rope(file) else ())}
         unread = unread_layers(file, spec.names)
-        used_tensors = check_tensors(spec, checkpoint) | factors | _tensors_of_readers(spec)
+        used_tensors = check_tensors(spec, checkpoint) | factors | _tensors_of_readers(spec) | _head(file.metadata)
         if unused := {name for name in file.tensors.keys() - used_tensors if not name.startswith(unread)}:
             raise UnsupportedModel(f"{file.path} has tensor {min(unused)}, which {self.architecture} does not use")
         if quantized := checkpoint.quantized():
-            file.metadata.integer("general.quantization_version", QUANTIZATION, QUANTIZATION, QUANTIZATION)
+            file.metadata.integer(QUANTIZATION_VERSION, QUANTIZATION, QUANTIZATION, QUANTIZATION)
         tensors = PairedRows(checkpoint, neighboring_pairs(spec)) if self.neighboring_pairs else checkpoint
         return replace(spec, quantized=quantized), tensors
 
@@ -198,12 +196,6 @@ class GGUFFormat:
 
     def _bare_names(self, file: GGUFFile) -> list[str]:
         return [name for name in file.tensors if name.startswith("blk.") and name.split(".", 2)[-1] in self.bare]
-
-    def _check_neutral(self, metadata: Metadata, used: Collection[str]) -> None:
-        for suffix, allowed in NEUTRAL.items():
-            key = f"{self.architecture}.{suffix}"
-            if suffix not in used and key in metadata and metadata[key] not in allowed:
-                raise metadata.refused(key, f"absent{''.join(f' or {value}' for value in allowed)}")
 
     def _names(self, file: GGUFFile) -> TensorNames:
         """Return the names of the tensors. In files of any family, q, k and v may be one tensor, as gate and up."""
@@ -231,11 +223,11 @@ class GGUFFormat:
         values: dict[str, Any] = {
             **found,
             **_found_in_tensors(file, names),
-            "rope_scaling": _rope_scaling(file, self.architecture, scaling),
+            "rope_scaling": rope_scaling(file, self.architecture, scaling),
             "eos_token_id": [metadata[key] for key in EOS_KEYS if metadata.get(key, -1) not in NO_TOKEN],
         }
         keys |= {"vocab_size": f"the number of rows of {names.embedding}.weight", "eos_token_id": EOS_KEYS[0]}
-        if _has_long_rope(file):
+        if has_long_rope(file):
             keys["rope_scaling.attention_factor"] = f"{self.architecture}.{LONG_ROPE_SCALE}"
         config = ConfigTable(values, source=str(file.path), names=keys)
         head_dim = self._head_dim(config, metadata)
@@ -278,6 +270,16 @@ class GGUFFormat:
         return 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim  # the reader rounds the product down
 
 
+def check_neutral(
+    metadata: Metadata, architecture: str, neutral: Mapping[str, tuple[object, ...]], used: Collection[str] = ()
+) -> None:
+    """Refuse a key that no reader has `used` and whose value is not `neutral`. Raises UnsupportedModel."""
+    for suffix, allowed in neutral.items():
+        key = f"{architecture}.{suffix}"
+        if suffix not in used and key in metadata and metadata[key] not in allowed:
+            raise metadata.refused(key, f"absent{''.join(f' or {value}' for value in allowed)}")
+
+
 def unread_layers(file: GGUFFile, names: TensorNames = GGUF_NAMES) -> tuple[str, ...]:
     """Return the beginnings of the names of tensors that predict further tokens: those of the last layers."""
     architecture = file.metadata.text("general.architecture")
@@ -318,24 +320,6 @@ def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
     }
 
 
-def _has_long_rope(file: GGUFFile) -> bool:
-    return all(name in file.tensors for name in LONG_ROPE.values())
-
-
-def _rope_scaling(file: GGUFFile, architecture: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the object under rope_scaling. A factor without a type is linear, and 0 or 1 is no factor."""
-    metadata = file.metadata
-    if _has_long_rope(file):
-        factors = {key: list(_factors(file, name)) for key, name in LONG_ROPE.items()}
-        attention_factor = metadata.get(f"{architecture}.{LONG_ROPE_SCALE}", 1.0)
-        return {**scaling, "rope_type": "longrope", **factors, "attention_factor": attention_factor}
-    factor = scaling.get("factor", metadata.get(f"{architecture}.rope.scale_linear", 1))
-    kind = scaling.get("rope_type", "linear")
-    if kind == "none" or (kind == "linear" and factor in (0, 1)):
-        return {}
-    return {**scaling, "rope_type": kind, "factor": factor}
-
-
 def _tensors_of_readers(spec: DecoderSpec) -> set[str]:
     """Return the keys and values of layers that read another layer's: files may have them without use."""
     kinds = ("weight", "bias") if spec.qkv_bias else ("weight",)
@@ -344,52 +328,7 @@ def _tensors_of_readers(spec: DecoderSpec) -> set[str]:
     return {f"{spec.names.layer.format(layer)}{name}" for layer in readers for name in names}
 
 
-def _with_divisors(spec: DecoderSpec, file: GGUFFile, of_full_layers: bool) -> DecoderSpec:
-    """Return `spec` with a file's divisors of frequencies, if it has them: the evaluated scaling of Llama 3.1.
-
-    The last divisors may be 1e30, for pairs that are not rotated.
-    """
-    if ROPE_FREQS not in file.tensors:
-        return spec
-    divisors = _factors(file, ROPE_FREQS, last=NOT_ROTATED)
-    divided = [not of_full_layers or not window for window in spec.windows]
-    ropes = {rope for rope, each in zip(spec.ropes, divided, strict=True) if rope is not None and each}
-    for layer, rope in enumerate(spec.ropes):
-        if rope is None or rope not in ropes:
-            continue
-        pairs = rotary_dim(rope, spec.kv_heads_of(layer)[1]) // 2
-        if len(ropes) > 1 or rope.scaling is not None or len(divisors) != pairs:
-            raise UnsupportedModel(
-                f"{file.path}: {ROPE_FREQS} has {len(divisors)} values beside {len(ropes)} rotary embeddings, one with "
-                f"scaling {rope.scaling}; it must have {pairs}, beside one rotary embedding without scaling"
-            )
-    return replace(spec, ropes=tuple(_divided(rope, divisors) if rope in ropes else rope for rope in spec.ropes))
-
-
-def _divided(rope: Rope | None, divisors: tuple[float, ...]) -> Rope | None:
-    """Return a rotary embedding with divided frequencies."""
-    if rope is None:
-        return None
-    rotated = divisors[: len(divisors) - divisors.count(NOT_ROTATED)]
-    scaling = None if set(rotated) == {1.0} else FrequencyDivisors(rotated)
-    if len(rotated) == len(divisors):
-        return replace(rope, scaling=scaling)
-    return replace(rope, scaling=scaling, dim=2 * len(rotated), span=rope.span or 2 * len(divisors))
-
-
-def _factors(file: GGUFFile, name: str, last: float | None = None) -> tuple[float, ...]:
-    """Return a vector that divides frequencies; all but the first one may be `last`, after all others.
-
-    Raises UnsupportedModel or CorruptCheckpoint.
-    """
-    stored = file.tensors[name]
-    if stored.type.name != "F32" or len(stored.shape) != 1 or stored.shape[0] > MAX_HEAD_DIM // 2:
-        raise UnsupportedModel(
-            f"{file.path}: {name} is {stored.type.name} {list(stored.shape)}; it must be F32, half as many values as a "
-            "head has rotated elements"
-        )
-    factors = stored.file.read(stored.begin, stored.end).view("<f4")
-    numbers = factors[: max(len(factors) - np.count_nonzero(factors == last), 1)]
-    if not ((numbers >= 1e-6) & (numbers <= 1e6)).all():
-        raise CorruptCheckpoint(f"{file.path}: {name} has a value that is not between 1e-6 and 1e6")
-    return tuple(map(float, factors))
+def _head(metadata: Metadata) -> set[str]:
+    """Return the tensor that scores texts, which only the reader of encoders uses."""
+    kind = metadata.get(f"{metadata.text('general.architecture')}.{POOLING_TYPE}")
+    return {f"{SCORING_LAYER}.weight"} if kind == RANK else set()

@@ -115,6 +115,24 @@ MUTANTS = [
         "the logit of the token for false does not count",
     ),
     Mutant(
+        "runtime/model/encoder/gguf.py",
+        "normalize=not labels,",
+        "normalize=True,",
+        "the scores of a classifier in a GGUF file are 1",
+    ),
+    Mutant(
+        "runtime/model/encoder/gguf.py",
+        "return tensor.shape[0] if len(tensor.shape) > 1 else 1",
+        "return tensor.shape[0]",
+        "a reranker that llama.cpp wrote again has a label for each column",
+    ),
+    Mutant(
+        "runtime/model/encoder/gguf.py",
+        "if is_bert and (unused := file.tensors.keys() - used):",
+        "if is_bert and (unused := set()):",
+        "layers beyond the number in a GGUF file's metadata are ignored",
+    ),
+    Mutant(
         WEIGHTS,
         "spec.first_position, max_positions)",
         "0, max_positions)",
@@ -128,8 +146,8 @@ MUTANTS = [
     ),
     Mutant(
         TENSORS,
-        "max(answer.true, answer.false or 0) >= shape[0]",
-        "answer.true >= shape[0]",
+        "max(self._answer.true, self._answer.false or 0) >= shape[0]",
+        "self._answer.true >= shape[0]",
         "a head without the row of the token for false ends loading with an error without a type",
     ),
     Mutant(
@@ -541,8 +559,8 @@ MUTANTS = [
     ),
     Mutant(
         WEIGHTS,
-        '"q8" if dtype == "q4" else dtype, [words]',
-        "dtype, [words]",
+        'words_dtype: WeightDtype = "q8" if dtype == "q4" else dtype',
+        "words_dtype: WeightDtype = dtype",
         "with q4 the words are q4, too",
     ),
     Mutant(

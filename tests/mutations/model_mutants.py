@@ -22,6 +22,7 @@ GPT_OSS = "runtime/model/families/gpt_oss.py"
 DECODER, FEED_FORWARD = "runtime/model/decoder.py", "runtime/model/feed_forward.py"
 FILES = "runtime/model/files.py"
 GGUF_CONFIG = "runtime/model/gguf_config.py"
+GGUF_ROPE = "runtime/model/gguf_rope.py"
 GGUF_TESTS = "tests/runtime/model/test_gguf_models.py"
 GGUF_FAMILY_TESTS = "tests/runtime/model/test_gguf_families.py"
 QUANTIZATION_CONFIG = "runtime/model/quantization_config.py"
@@ -42,14 +43,14 @@ MUTANTS = [
         EXPERT_TESTS,
     ),
     Mutant(
-        DECODER_WEIGHTS,
+        PACKING,
         "whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])",
         "whole = True",
         "a file whose Q, K and V differ in type does not load if a head is not a multiple of 32",
         PACKING_TESTS,
     ),
     Mutant(
-        DECODER_WEIGHTS,
+        PACKING,
         "and all(part.interleave is None for part in parts)",
         "",
         "gate and up of different types are packed as if they were one above the other",
@@ -210,14 +211,14 @@ MUTANTS = [
         GGUF_TESTS,
     ),
     Mutant(
-        GGUF_CONFIG,
+        GGUF_ROPE,
         'if kind == "none" or (kind',
         "if (kind",
         "a GGUF file that says that nothing is scaled is refused",
         GGUF_TESTS,
     ),
     Mutant(
-        GGUF_CONFIG,
+        GGUF_ROPE,
         'metadata.get(f"{architecture}.rope.scale_linear", 1)',
         "1",
         "the scaling of an old GGUF file is ignored",

@@ -7,6 +7,8 @@ DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
     f"runtime/engine/text/{name}.py"
     for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
+VOCABULARY = "runtime/engine/text/gguf_vocabulary.py"
+ENCODER_TOKENIZER = "runtime/engine/text/gguf_encoder_tokenizer.py"
 PARSER = "runtime/engine/markup/markup_parser.py"
 ARGUMENTS = "runtime/engine/markup/argument_streams.py"
 MERGES = "runtime/engine/text/merges.py"
@@ -239,8 +241,8 @@ MUTANTS = [
     ),
     Mutant(
         GGUF,
-        "_SPECIAL = (int(_TokenType.CONTROL), int(_TokenType.UNKNOWN))",
-        "_SPECIAL = (int(_TokenType.UNKNOWN),)",
+        "_SPECIAL = (int(TokenType.CONTROL), int(TokenType.UNKNOWN))",
+        "_SPECIAL = (int(TokenType.UNKNOWN),)",
         "control tokens in a prompt are ordinary text",
     ),
     Mutant(
@@ -269,7 +271,7 @@ MUTANTS = [
     ),
     Mutant(
         PARSER,
-        "_without_start(rest, self._calls.trigger) if is_cut else rest)",
+        "_without_start(rest, *self._ends_of_answer()) if is_cut else rest)",
         "rest)",
         "an answer cut by max_tokens ends with the beginning of a tool call",
     ),
@@ -278,6 +280,18 @@ MUTANTS = [
         "        if len(name) == len(self._buffer):\n            return None\n",
         "",
         "the name of a called tool is cut where a token ends",
+    ),
+    Mutant(
+        PARSER,
+        "            self._answer_end = self._tags.close\n",
+        "",
+        "the answers of Hunyuan end with </answer>",
+    ),
+    Mutant(
+        PARSER,
+        '            self._answer_end = ""\n            return self._answer\n',
+        "            return None\n",
+        "an answer that ends in the middle of a piece holds back the calls after it",
     ),
     Mutant(
         ARGUMENTS,
@@ -299,8 +313,8 @@ MUTANTS = [
     ),
     Mutant(
         PARSER,
-        "_without_start(rest, self._calls.trigger) if is_cut else rest)",
-        "_without_start(rest, self._calls.trigger))",
+        "_without_start(rest, *self._ends_of_answer()) if is_cut else rest)",
+        "_without_start(rest, *self._ends_of_answer()))",
         "an answer that ends with the beginning of a marker loses it",
         MARKUP_TESTS,
     ),
@@ -406,7 +420,19 @@ MUTANTS = [
         "pieces of one score, and left halves of one length, merge in another order than in the original tokenizer",
     ),
     Mutant(
-        GGUF,
+        VOCABULARY,
+        "if token_type == TokenType.CONTROL:",
+        "if False:",
+        "special tokens of a BERT in a GGUF file are pieces inside of words",
+    ),
+    Mutant(
+        ENCODER_TOKENIZER,
+        "fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])",
+        "fast.pre_tokenizer = words",
+        "XLM-RoBERTa in a GGUF file gets a token for each space beyond the first one",
+    ),
+    Mutant(
+        VOCABULARY,
         '("phi-3" in name or "phi3" in name)',
         '"phi-3" in name',
         "special tokens of a file named Phi3 keep the space after them",

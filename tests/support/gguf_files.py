@@ -178,9 +178,19 @@ def _shared_scale(scales: npt.NDArray[np.float32], most: int) -> tuple[npt.NDArr
     return shared, np.clip(np.rint(steps), 0, most).astype(np.uint8)
 
 
-def convert(folder: Path, path: Path, kind: str = "F32", metadata: Mapping[str, Any] = {}) -> Path:
-    """Write a model folder as a GGUF file, as llama.cpp's converter does; `metadata` adds and replaces keys."""
-    return write(path, {**describe(folder), **metadata}, {**stored_tensors(folder, kind), **rope_factors(folder)})
+def convert(
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    metadata: Mapping[str, Any] = {},
+    more: Mapping[str, Tensor] = {},
+) -> Path:
+    """Write a model folder as a GGUF file, as llama.cpp's converter does; `metadata` adds and replaces keys.
+
+    `more` has tensors that the folder does not have.
+    """
+    tensors = {**stored_tensors(folder, kind), **rope_factors(folder), **more}
+    return write(path, {**describe(folder), **metadata}, tensors)
 
 
 LAYERS = ["linear_attention", "full_attention"]
@@ -229,6 +239,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "granite_hybrid": "granitehybrid",
     "granite_hybrid_moe": "granitehybrid",
+    "granite_moe": "granitemoe",
     "falcon_h1": "falcon-h1",
     "olmo3": "olmo2",
     "glm": "chatglm",
@@ -267,6 +278,8 @@ PERMUTED = (
     "mixtral",
     "granite",
     "granite_hybrid",
+    "granite_moe",
+    "minicpm",
     "nemotron_h",
     "nemotron_h_moe",
     "smollm3",
@@ -276,10 +289,10 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe", "glm4_moe", *LATENT)
 SLIDING = ("phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4", "cohere2", "gemma4")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families: their metadata key, the families
-    "attention_multiplier": ("attention.scale", "granite", "granite_hybrid"),
-    "embedding_multiplier": ("embedding_scale", "granite", "granite_hybrid"),
-    "residual_multiplier": ("residual_scale", "granite", "granite_hybrid"),
-    "logits_scaling": ("logit_scale", "granite", "granite_hybrid"),
+    "attention_multiplier": ("attention.scale", "granite", "granite_hybrid", "granite_moe"),
+    "embedding_multiplier": ("embedding_scale", "granite", "granite_hybrid", "granite_moe"),
+    "residual_multiplier": ("residual_scale", "granite", "granite_hybrid", "granite_moe"),
+    "logits_scaling": ("logit_scale", "granite", "granite_hybrid", "granite_moe"),
     "logit_scale": ("logit_scale", "cohere", "cohere2"),
     "sliding_window": ("attention.sliding_window", *SLIDING),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
@@ -287,14 +300,23 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "num_kv_shared_layers": ("attention.shared_kv_layers", "gemma4"),
     "hidden_size_per_layer_input": ("embedding_length_per_layer_input", "gemma4"),
     "top_k_experts": ("expert_used_count", "gemma4"),
-    "num_experts_per_tok": ("expert_used_count", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
+    "num_experts_per_tok": (
+        "expert_used_count",
+        "granite_hybrid",
+        "granite_moe",
+        "olmoe",
+        "mixtral",
+        *SMALL_EXPERTS,
+        "gpt_oss",
+    ),
     "moe_intermediate_size": ("expert_feed_forward_length", *SMALL_EXPERTS, "ernie4_5_moe", "gemma4"),
     "moe_k": ("expert_used_count", "ernie4_5_moe"),
     "moe_layer_interval": ("interleave_moe_layer_step", "ernie4_5_moe"),
     "moe_layer_start_index": ("leading_dense_block_count", "ernie4_5_moe"),
     "first_k_dense_replace": ("leading_dense_block_count", "glm4_moe"),
     "n_shared_experts": ("expert_shared_count", "glm4_moe"),
-    "shared_intermediate_size": ("expert_shared_feed_forward_length", "granite_hybrid"),
+    "shared_intermediate_size": ("expert_shared_feed_forward_length", "granite_hybrid", "granite_moe"),
+    "scale_emb": ("embedding_scale", "minicpm"),
     "norm_topk_prob": ("expert_weights_norm", "nemotron_h_moe", "glm4_moe", *LATENT),
     "n_group": ("expert_group_count", *LATENT),
     "topk_group": ("expert_group_used_count", *LATENT),
@@ -323,6 +345,9 @@ def describe(folder: Path) -> dict[str, Any]:
     rope = next((rope for rope in spec.ropes if rope is not None), None)
     values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
     values[f"{family}.rope.dimension_count"] = (rope and rope.dim) or spec.head_dim
+    if spec.family == "minicpm":
+        values["minicpm.residual_scale"] = spec.residual_scale
+        values["minicpm.logit_scale"] = 1 / spec.logits_scale
     if rope and spec.family == "hunyuan_v1_dense":
         values[f"{family}.rope.freq_base"] = rope.theta
     if not all(spec.attention_layers):

@@ -50,7 +50,7 @@ class EncoderText:
     def __init__(self, path: str | Path, spec: EncoderSpec) -> None:
         settings = {} if is_gguf(path) else read_json(Path(path) / TOKENIZER_CONFIG)
         config = ConfigTable(settings, source=TOKENIZER_CONFIG)
-        self.tokenizer = Tokenizer(path, lambda fast: _adapt(fast, config, spec))
+        self.tokenizer = Tokenizer(path) if is_gguf(path) else Tokenizer(path, lambda fast: _adapt(fast, config, spec))
         self._spec = spec
         self._has_types = isinstance(spec.body, BertSpec) and spec.body.num_types > 1 and _takes_types(config, spec)
         self._scores = spec.num_labels > 0

@@ -5,9 +5,7 @@ The metadata are untrusted: every count, type and id is checked, and sizes are l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +16,25 @@ from tokenizers import Tokenizer as FastTokenizer
 from ...common.errors import CorruptCheckpoint, UnsupportedModel
 from ...model.files import is_gguf
 from ...model.weights.gguf import open_gguf
+from .gguf_encoder_tokenizer import unigram, word_piece
+from .gguf_vocabulary import (
+    END_TEXTS,
+    MAX_TOKEN_CHARACTERS,
+    FileVocabulary,
+    TokenType,
+    VocabularyValues,
+    read_kind,
+    read_vocabulary,
+    shown,
+)
 from .merges import merges_by_score
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-VOCABULARIES = ("gpt2", "llama", "gemma4")  # values of `tokenizer.ggml.model`
-MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 1 << 21
-MAX_TOKEN_CHARACTERS = 1 << 10
-MAX_VOCABULARY_CHARACTERS = 1 << 23
 MAX_MERGE_CHARACTERS = 1 << 25  # characters of the merges found in a vocabulary with scores
 MAX_SPECIAL_CHARACTERS = 1 << 22  # characters of all special and user-defined tokens
-_MAX_FLOAT = 3.5e38
-_NO_ID = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model does not have
-
-# Tokens that end a turn. A file declares one end token, its Hugging Face folder often several.
-_END_TEXTS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|tool_response>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<EOT>",
-    "[EOT]",
-    "[EOS]",
-    "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",  # noqa: RUF001
-)
 _KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 after which a space is kept
-
-
-class _TokenType(IntEnum):
-    UNDEFINED = 0
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
-_SPECIAL = (int(_TokenType.CONTROL), int(_TokenType.UNKNOWN))
+_SPECIAL = (int(TokenType.CONTROL), int(TokenType.UNKNOWN))
 
 
 def file_vocabulary(path: Path) -> Mapping[str, Any] | None:
@@ -84,11 +55,11 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[FastTokenizer, frozense
     vocabulary or pre-tokenizer, CorruptCheckpoint if a value is missing, has another type, is out of range or
     contradicts another one.
     """
-    values = _Values(metadata)
-    kind = _read_kind(values)
-    tokens = _read_tokens(values, kind)
+    values = VocabularyValues(metadata)
+    kind = read_kind(values)
+    tokens = read_vocabulary(values, kind)
     try:
-        fast = _sentencepiece(values, tokens) if kind == "llama" else _byte_pairs(values, tokens, kind)
+        fast = _build(values, tokens, kind)
         _add_special_tokens(fast, tokens)
         _add_template(fast, values, tokens, kind)
     except (CorruptCheckpoint, UnsupportedModel):
@@ -103,7 +74,7 @@ def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | 
 
     Raises as `read_tokenizer`.
     """
-    values = _Values(metadata)
+    values = VocabularyValues(metadata)
     source, tool_source = (values.text(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use"))
     return source, tool_source
 
@@ -113,179 +84,35 @@ def read_special_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
 
     Raises as `read_tokenizer`.
     """
-    values = _Values(metadata)
-    tokens = _read_tokens(values, _read_kind(values))
+    values = VocabularyValues(metadata)
+    tokens = read_vocabulary(values, read_kind(values))
     names = {"bos_token": tokens.bos, "eos_token": tokens.eos, "unk_token": tokens.unknown, "pad_token": tokens.padding}
     return {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
 
 
-class _Values:
-    """Typed reads of a metadata mapping. Each raises CorruptCheckpoint, which names the key."""
-
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self._metadata = metadata
-
-    def text(self, key: str, *default: Any) -> Any:
-        value = self._get(key, *default)
-        if not isinstance(value, str) and key in self._metadata:
-            raise CorruptCheckpoint(f"{key} must be a text, not {_shown(value)}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool | np.bool_):
-            raise CorruptCheckpoint(f"{key} must be true or false, not {_shown(value)}")
-        return bool(value)
-
-    def token_id(self, name: str, count: int, default: int | None = None) -> int | None:
-        """Return `tokenizer.ggml.<name>_token_id`; `default` where it is absent and the vocabulary has that id."""
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key not in self._metadata:
-            return default if default is not None and default < count else None
-        value = self._metadata[key]
-        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-            raise CorruptCheckpoint(f"{key} must be a token id, not {_shown(value)}")
-        if value in _NO_ID:
-            return None
-        if not 0 <= value < count:
-            raise CorruptCheckpoint(f"{key} is {value}; the vocabulary has the ids 0 to {count - 1}")
-        return int(value)
-
-    def texts(self, key: str, limit: int) -> Sequence[str]:
-        """Return a list of at most `limit` texts. Raises CorruptCheckpoint."""
-        values = self._array(key, limit)
-        if not set(map(type, values)) <= {str}:
-            raise CorruptCheckpoint(f"{key} must hold texts in UTF-8 only")
-        return values
-
-    def integers(self, key: str, count: int) -> list[int] | None:
-        """Return `count` integers, None if the key is absent."""
-        return self._numbers(key, count, {int})
-
-    def floats(self, key: str, count: int) -> list[float] | None:
-        """Return `count` finite numbers, None if the key is absent."""
-        values = self._numbers(key, count, {int, float})
-        if values is None or all(-_MAX_FLOAT <= value <= _MAX_FLOAT for value in values):
-            return values
-        raise CorruptCheckpoint(f"{key} must hold finite numbers only")
-
-    def _numbers(self, key: str, count: int, types: set[type]) -> list[Any] | None:
-        if key not in self._metadata:
-            return None
-        values = self._array(key, MAX_VOCABULARY)
-        if len(values) != count:
-            raise CorruptCheckpoint(f"{key} has {len(values)} values for {count} tokens")
-        if not set(map(type, values)) <= types:
-            raise CorruptCheckpoint(f"{key} must hold numbers only")
-        return list(values)
-
-    def _array(self, key: str, limit: int) -> Sequence[Any]:
-        value = self._get(key)
-        if isinstance(value, np.ndarray) and value.ndim == 1:
-            value = value.tolist() if len(value) <= limit else value
-        elif not isinstance(value, list | tuple):
-            raise CorruptCheckpoint(f"{key} must be a list, not {_shown(value)}")
-        if len(value) > limit:
-            raise CorruptCheckpoint(f"{key} has {len(value)} entries; at most {limit} are supported")
-        found: Sequence[Any] = value
-        return found
-
-    def _get(self, key: str, *default: Any) -> Any:
-        if key not in self._metadata and not default:
-            raise CorruptCheckpoint(f"the file has no {key}, which a tokenizer needs")
-        return self._metadata.get(key, *default)
-
-
-def _shown(value: Any) -> str:
-    """Return a value as an error message quotes it: a text or number cut to 60 characters, else its type."""
-    if isinstance(value, str):
-        return repr(value[:60])
-    return f"{value!r:.60}" if isinstance(value, int | float | np.generic) else f"a {type(value).__name__}"
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The vocabulary: the text and type of each id, and the ids with a role."""
-
-    texts: Sequence[str]
-    types: Sequence[int]
-    bos: int | None
-    eos: int | None
-    unknown: int | None
-    padding: int | None
-    ends: frozenset[int]  # declared ids of eos, eot and eom
-    trim_after: bool  # a special token absorbs the space after it, as in Phi-3
-
-    def vocabulary(self, *, with_unused: bool) -> dict[str, int]:
-        """Return the id of each text. Raises CorruptCheckpoint for a text with two ids."""
-        vocabulary = {text: token_id for token_id, text in enumerate(self.texts)}
-        is_whole = "" not in vocabulary and (with_unused or int(_TokenType.UNUSED) not in self.types)
-        if is_whole and len(vocabulary) == len(self.texts):
-            return vocabulary
-        vocabulary = {}
-        for token_id, (text, token_type) in enumerate(zip(self.texts, self.types, strict=True)):
-            if (
-                text
-                and (with_unused or token_type != _TokenType.UNUSED)
-                and vocabulary.setdefault(text, token_id) != token_id
-            ):
-                raise CorruptCheckpoint(f"tokens {vocabulary[text]} and {token_id} are both {text!r:.60}")
-        return vocabulary
-
-
-def _read_kind(values: _Values) -> str:
-    kind: str = values.text("tokenizer.ggml.model")
-    if kind not in VOCABULARIES:
-        raise UnsupportedModel(f"tokenizer.ggml.model is {_shown(kind)}; Quire reads {', '.join(VOCABULARIES)}")
-    return kind
-
-
-def _read_tokens(values: _Values, kind: str) -> _Tokens:
-    texts = values.texts("tokenizer.ggml.tokens", MAX_VOCABULARY)
-    if not texts:
-        raise CorruptCheckpoint("tokenizer.ggml.tokens is empty")
-    if max(map(len, texts)) > MAX_TOKEN_CHARACTERS or sum(map(len, texts)) > MAX_VOCABULARY_CHARACTERS:
-        raise CorruptCheckpoint(
-            f"tokenizer.ggml.tokens: a token has at most {MAX_TOKEN_CHARACTERS} characters, "
-            f"all together at most {MAX_VOCABULARY_CHARACTERS}"
-        )
-    count = len(texts)
-    bos, eos, unknown = (
-        values.token_id(name, count, default if kind == "llama" else None)
-        for name, default in (("bos", 1), ("eos", 2), ("unknown", 0))
-    )
-    declared = eos, values.token_id("eot", count), values.token_id("eom", count)
-    ends = frozenset(token_id for token_id in declared if token_id is not None)
-    types = values.integers("tokenizer.ggml.token_type", count)
-    if types is None:
-        types = _guess_types(texts, {bos, unknown} | ends)
-    elif not set(types) <= set(_TokenType):
-        raise CorruptCheckpoint(f"tokenizer.ggml.token_type must hold the types 0 to {max(_TokenType)}")
-    name = str(values.text("general.name", "")).lower()
-    trim_after = kind == "llama" and ("phi-3" in name or "phi3" in name)
-    padding = values.token_id("padding", count)
-    return _Tokens(texts, types, bos, eos, unknown, padding, ends, trim_after)
-
-
-def _guess_types(texts: Sequence[str], declared: Iterable[int | None]) -> list[int]:
-    """Return the types for an old file without types: the declared special tokens, and the tokens that end a turn."""
-    types = [int(_TokenType.CONTROL if text in _END_TEXTS else _TokenType.NORMAL) for text in texts]
-    for token_id in declared:
-        if token_id is not None:
-            types[token_id] = int(_TokenType.CONTROL)
-    return types
-
-
-def _end_ids(tokens: _Tokens) -> frozenset[int]:
+def _end_ids(tokens: FileVocabulary) -> frozenset[int]:
     """Return the declared end ids and the special tokens that are known to end a turn."""
-    control = np.flatnonzero(np.array(tokens.types) == _TokenType.CONTROL).tolist()
-    known = {tokens.texts[token_id]: token_id for token_id in control if tokens.texts[token_id] in _END_TEXTS}
+    control = np.flatnonzero(np.array(tokens.types) == TokenType.CONTROL).tolist()
+    known = {tokens.texts[token_id]: token_id for token_id in control if tokens.texts[token_id] in END_TEXTS}
     if "<|return|>" in known and "<|call|>" in known:  # <|end|> ends a message in this format, not the turn
         known.pop("<|end|>", None)
     return tokens.ends | frozenset(known.values())
 
 
-def _byte_pairs(values: _Values, tokens: _Tokens, kind: str) -> FastTokenizer:
+def _build(values: VocabularyValues, tokens: FileVocabulary, kind: str) -> FastTokenizer:
+    """Build the encoder, without special tokens."""
+    match kind:
+        case "bert":
+            return word_piece(values, tokens)
+        case "t5":
+            return unigram(values, tokens)
+        case "llama":
+            return _sentencepiece(values, tokens)
+        case _:
+            return _byte_pairs(values, tokens, kind)
+
+
+def _byte_pairs(values: VocabularyValues, tokens: FileVocabulary, kind: str) -> FastTokenizer:
     """Build a byte pair encoder with the file's own merges."""
     pre = _pre_tokenizer(values, kind)
     merges = [_pair(merge) for merge in values.texts("tokenizer.ggml.merges", MAX_MERGES)]
@@ -302,10 +129,10 @@ def _byte_pairs(values: _Values, tokens: _Tokens, kind: str) -> FastTokenizer:
     return fast
 
 
-def _pre_tokenizer(values: _Values, kind: str) -> PreTokenizer:
+def _pre_tokenizer(values: VocabularyValues, kind: str) -> PreTokenizer:
     name = "gemma4" if kind == "gemma4" else values.text("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
-        raise UnsupportedModel(f"tokenizer.ggml.pre is {_shown(name)}; Quire knows {', '.join(sorted(PRE_TOKENIZERS))}")
+        raise UnsupportedModel(f"tokenizer.ggml.pre is {shown(name)}; Quire knows {', '.join(sorted(PRE_TOKENIZERS))}")
     return PRE_TOKENIZERS[name]
 
 
@@ -319,7 +146,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:middle], merge[middle + 1 :]
 
 
-def _sentencepiece(values: _Values, tokens: _Tokens) -> FastTokenizer:
+def _sentencepiece(values: VocabularyValues, tokens: FileVocabulary) -> FastTokenizer:
     """Build the byte pair encoder that merges by the scores of a SentencePiece vocabulary."""
     scores = values.floats("tokenizer.ggml.scores", len(tokens.texts))
     if scores is None:
@@ -342,7 +169,7 @@ def _sentencepiece(values: _Values, tokens: _Tokens) -> FastTokenizer:
 
 
 def _spaces_as_underscores(
-    vocabulary: dict[str, int], merges: list[tuple[str, str]], tokens: _Tokens, *, prefix: bool
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], tokens: FileVocabulary, *, prefix: bool
 ) -> FastTokenizer:
     """Build an encoder of characters with ▁ for a space and <0xNN> for the bytes of an unknown character."""
     unknown = None if tokens.unknown is None else tokens.texts[tokens.unknown]
@@ -359,11 +186,11 @@ def _spaces_as_underscores(
     return fast
 
 
-def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
+def _add_special_tokens(fast: FastTokenizer, tokens: FileVocabulary) -> None:
     """Add the tokens that are matched in a text before all others. They already have ids."""
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
-    for token_id in np.flatnonzero(np.isin(tokens.types, (*_SPECIAL, int(_TokenType.USER_DEFINED)))).tolist():
+    for token_id in np.flatnonzero(np.isin(tokens.types, (*_SPECIAL, int(TokenType.USER_DEFINED)))).tolist():
         text = tokens.texts[token_id]
         is_special = tokens.types[token_id] in _SPECIAL
         if text:
@@ -376,17 +203,29 @@ def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
     fast.add_tokens(plain)
 
 
-def _add_template(fast: FastTokenizer, values: _Values, tokens: _Tokens, kind: str) -> None:
-    """Make `fast` add the begin and end tokens that the file requests."""
-    adds_by_default = kind == "llama" or _pre_tokenizer(values, kind).add_bos
-    single: list[str] = ["$A"]
-    named: list[dict[str, Any]] = []
-    for name, token_id, default in (("bos", tokens.bos, adds_by_default), ("eos", tokens.eos, False)):
+def _add_template(fast: FastTokenizer, values: VocabularyValues, tokens: FileVocabulary, kind: str) -> None:
+    """Make `fast` add the tokens that begin and end a text, or a pair of texts, as the file requests.
+
+    BERT's pairs have a token type for each text. The texts of others are apart by two end tokens, as in RoBERTa.
+    """
+    defaults = {
+        "bos": kind in ("llama", "bert") or (kind != "t5" and _pre_tokenizer(values, kind).add_bos),
+        "eos": kind in ("bert", "t5"),
+    }
+    added: dict[str, int] = {}
+    for name, token_id in (("bos", tokens.bos), ("eos", tokens.eos)):
         key = f"tokenizer.ggml.add_{name}_token"
-        if values.flag(key, default and token_id is not None):
+        if values.flag(key, defaults[name] and token_id is not None):
             if token_id is None or not tokens.texts[token_id]:
                 raise CorruptCheckpoint(f"{key} is true, but the file has no token {name}")
-            single = ["bos", *single] if name == "bos" else [*single, "eos"]
-            named.append({"id": name, "ids": [token_id], "tokens": [tokens.texts[token_id]]})
-    if named:
-        fast.post_processor = processors.TemplateProcessing(single=single, special_tokens=named)
+            added[name] = token_id
+    begin, end = ([name] if name in added else [] for name in ("bos", "eos"))
+    second = ["$B:1", *(f"{name}:1" for name in end)] if kind == "bert" else [*end, "$B:0", *end]
+    if added:
+        fast.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end],
+            pair=[*begin, "$A", *end, *second],
+            special_tokens=[
+                {"id": name, "ids": [token_id], "tokens": [tokens.texts[token_id]]} for name, token_id in added.items()
+            ],
+        )

@@ -21,6 +21,7 @@ MAX_TOKENIZER_PARTS = 64  # parts of each kind
 MAX_SEQUENCE_DEPTH = 16  # depth of nested sequences
 MAX_INSERTED = 1 << 10  # characters of a text that a part inserts
 MAX_WORD_CHARACTERS = 1000  # length of a word that WordPiece divides: its time is quadratic
+MARKED = 2.0  # characters of a piece of one character that gets the mark of a word
 TOKENIZER_PARTS = ("normalizers", "pretokenizers", "decoders", "processors")
 TEMPLATE_TOKENS = 1 << 10  # tokens that a template puts around a text
 
@@ -55,6 +56,12 @@ def check_limits(path: Path, data: bytes) -> None:
         raise CorruptCheckpoint(f"{path} is not a readable tokenizer: {error}") from error
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{path} is not supported: {error}") from None
+
+
+def check_charsmap(data: bytes) -> None:
+    """Raise CorruptCheckpoint if a map of SentencePiece, with marks of words, could lengthen a text too much."""
+    if MARKED * _longest_of_charsmap(data) > MAX_CHARACTER_GROWTH:
+        raise CorruptCheckpoint(f"its precompiled_charsmap makes more than {MAX_CHARACTER_GROWTH} characters of one")
 
 
 def _parts(part: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
@@ -98,13 +105,13 @@ def _growth(part: dict[str, Any]) -> float:
         case "Prepend":
             return 1.0 + len(_inserted(part, "prepend")) / MAX_INSERTED
         case "Metaspace":
-            return 2.0  # each piece gets one more character
+            return MARKED
         case "BPEDecoder":
             return 1.0 if _inserted(part, "suffix") else 2.0
         case "CTC":
             return 1.0 if _inserted(part, "word_delimiter_token") else 2.0
         case "Precompiled":
-            return float(_longest_of_charsmap(part.get("precompiled_charsmap")))
+            return float(_longest_of_encoded(part.get("precompiled_charsmap")))
         case _:
             return 1.0
 
@@ -116,12 +123,17 @@ def _inserted(part: dict[str, Any], name: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _longest_of_charsmap(encoded: Any) -> int:
-    """Return the characters of the longest text in a map of SentencePiece: a trie, then texts that end in NUL."""
+def _longest_of_encoded(encoded: Any) -> int:
+    """Return the characters of the longest text in a map of SentencePiece, in base 64."""
     try:
         data = base64.b64decode(encoded) if isinstance(encoded, str) else b""
     except (binascii.Error, ValueError):
         return 1  # the library refuses it
+    return _longest_of_charsmap(data)
+
+
+def _longest_of_charsmap(data: bytes) -> int:
+    """Return the characters of the longest text in a map of SentencePiece: a trie, then texts that end in NUL."""
     end = 4 + int.from_bytes(data[:4], "little")
     if end > len(data):  # the library allocates the declared size
         raise CorruptCheckpoint(f"its precompiled_charsmap declares {end} bytes and has {len(data)}")

@@ -48,7 +48,8 @@ def read_nomic_bert(config: ConfigTable) -> BertSpec:
         if key in config and config.values[key] != value:
             raise config.refused(key, f"{json.dumps(value)} or absent")
     renamed = {key: config.values[own] for key, own in OWN_NAMES.items() if config.values.get(own) is not None}
-    config = ConfigTable({"rope_theta": 1000.0, **renamed, **config.values}, names=_shown(config))
+    names = {**config.names, **_shown(config)}
+    config = ConfigTable({"rope_theta": 1000.0, **renamed, **config.values}, source=config.source, names=names)
     activation = read_named(config, "hidden_act", ACTIVATIONS, "silu")
     return replace(
         build_bert_spec(config, "nomic_bert", activation, read_rope(config)),

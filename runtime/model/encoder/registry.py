@@ -9,7 +9,7 @@ from ...common.errors import UnsupportedModel
 from ..config_json import CONFIG_FILE, MAX_VOCAB, MAX_WIDTH, ConfigTable, read_config
 from ..families.family import Family
 from ..families.gemma3 import GEMMA3
-from ..families.registry import FAMILIES, open_model
+from ..families.registry import FAMILIES
 from ..files import is_gguf
 from ..spec import DecoderSpec
 from ..weights import Checkpoint
@@ -17,7 +17,7 @@ from ..weights.tensors import check_built
 from .bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .distilbert import DISTILBERT
 from .family import EncoderFamily
-from .gguf import is_gguf_encoder, read_gguf_encoder
+from .gguf import is_gguf_encoder, open_gguf_encoder, read_gguf_encoder
 from .gte import GTE, SNOWFLAKE_GTE
 from .modernbert import MODERNBERT
 from .mpnet import MPNET
@@ -32,7 +32,7 @@ from .sentence_transformers import (
     read_score_activation,
 )
 from .spec import ANSWER, CANNOT_POOL, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection, cannot_pool
-from .tensors import EncoderTensors
+from .tensors import AnswerTensors, EncoderTensors
 from .transformer_module import Task, read_transformer_settings
 from .weights import build_encoder_weights
 
@@ -95,8 +95,12 @@ def read_encoder(path: str | Path) -> EncoderSpec:
 
 def open_encoder(path: str | Path) -> tuple[EncoderSpec, Checkpoint]:
     """Return the spec and the tensors of a folder or file, all checked and none read. Raises ModelError."""
+    if is_gguf(path):
+        return open_gguf_encoder(path)
     spec = read_encoder(path)
-    tensors: Checkpoint = open_model(path)[1] if is_gguf(path) else EncoderTensors(Path(path), spec)
+    tensors: Checkpoint = EncoderTensors(Path(path), spec)
+    if spec.answer is not None:
+        tensors = AnswerTensors(tensors, spec.answer)
     check_built(lambda factory: build_encoder_weights(spec, "f32", factory), tensors)
     return spec, tensors
 

@@ -73,6 +73,8 @@ class BertSpec:
     down_bias: bool = True
     norm_bias: bool = True
     names: EncoderNames = EncoderNames()
+    # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
+    quantized: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def num_kv_heads(self) -> int:

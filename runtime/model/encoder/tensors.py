@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.pack import widen_blocks
 from ...common.errors import MissingTensor, WrongTensor
-from ..weights import READABLE, as_f32
+from ..weights import READABLE, Checkpoint, as_f32
 from ..weights.safetensors import SafetensorsCheckpoint
-from .spec import ANSWER, EncoderSpec
+from .spec import ANSWER, AnswerRows, EncoderSpec
 
 ANSWER_TENSOR = f"{ANSWER}.weight"
 
@@ -27,21 +28,17 @@ class EncoderTensors:
         self.path = folder
         self.config_name = "config.json"
         self.matrix_dtypes: Collection[str] = READABLE
-        self._spec = spec
+        self._prefix = spec.tensor_prefix
         self._main = SafetensorsCheckpoint(folder)
         self._modules = {start: SafetensorsCheckpoint(folder / name) for name, start in spec.files.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
-        if name == ANSWER_TENSOR:
-            return self._answer_row().shape
         checkpoint, stored = self._find(name)
         return checkpoint.shape(stored)
 
     def dtype(self, name: str) -> str:
         """Return a tensor's dtype as safetensors names it. Raises MissingTensor."""
-        if name == ANSWER_TENSOR:
-            return "F32"
         checkpoint, stored = self._find(name)
         return checkpoint.dtype(stored)
 
@@ -58,28 +55,8 @@ class EncoderTensors:
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield the given rows of a tensor. See `weights.Checkpoint`."""
-        if name == ANSWER_TENSOR:
-            yield 0, self._answer_row()
-            return
         checkpoint, stored = self._find(name)
         yield from checkpoint.chunks(stored, rows, num_rows)
-
-    def _answer_row(self) -> npt.NDArray[np.float32]:
-        """Return the row of the token for true less the row of the token for false, f32 [1, hidden]."""
-        answer = self._spec.answer
-        assert answer is not None, "only a spec with answer tokens has this matrix"
-        checkpoint, stored = self._find(answer.matrix)
-        shape = checkpoint.shape(stored)
-        if len(shape) != 2 or max(answer.true, answer.false or 0) >= shape[0]:
-            raise WrongTensor(f"tensor {stored} in {self.path} is {list(shape)}; it must have the answer tokens' rows")
-        if checkpoint.dtype(stored) not in READABLE:
-            raise WrongTensor(f"tensor {stored} in {self.path} must be one of {', '.join(READABLE)}")
-
-        def row(index: int) -> npt.NDArray[np.float32]:
-            (chunk,) = (as_f32(rows) for _, rows in checkpoint.chunks(stored, slice(index, index + 1), 1))
-            return chunk.copy()
-
-        return row(answer.true) if answer.false is None else row(answer.true) - row(answer.false)
 
     def _find(self, name: str) -> tuple[SafetensorsCheckpoint, str]:
         """Return the file that has a tensor, and the tensor's name in it. Raises MissingTensor."""
@@ -93,6 +70,54 @@ class EncoderTensors:
 
     def _stored_names(self, name: str) -> Iterator[str]:
         """Yield the names that a tensor may have, depending on the program that wrote the file."""
-        for found in (f"{self._spec.tensor_prefix}{name}", name, name.removeprefix("model.")):
+        for found in (f"{self._prefix}{name}", name, name.removeprefix("model.")):
             yield found
             yield found.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+class AnswerTensors:
+    """A checkpoint with the tensor `ANSWER_TENSOR`: the row of the token for true, less that of the token for false."""
+
+    def __init__(self, stored: Checkpoint, answer: AnswerRows) -> None:
+        self.path = stored.path
+        self.config_name = stored.config_name
+        self.matrix_dtypes = stored.matrix_dtypes
+        self._stored = stored
+        self._answer = answer
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape. Raises MissingTensor or WrongTensor."""
+        return self._row().shape if name == ANSWER_TENSOR else self._stored.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return a tensor's type. Raises MissingTensor."""
+        return "F32" if name == ANSWER_TENSOR else self._stored.dtype(name)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the type and the bytes of every tensor in the files."""
+        return self._stored.sizes()
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """Return a copy of a tensor. See `weights.Checkpoint`."""
+        return self._row() if name == ANSWER_TENSOR else self._stored.tensor(name)
+
+    def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield the given rows of a tensor. See `weights.Checkpoint`."""
+        return iter([(0, self._row())]) if name == ANSWER_TENSOR else self._stored.chunks(name, rows, num_rows)
+
+    def _row(self) -> npt.NDArray[np.float32]:
+        """Return the tensor, f32 [1, hidden]."""
+        name = self._answer.matrix
+        shape = self._stored.shape(name)
+        kind = self._stored.dtype(name)
+        if len(shape) != 2 or max(self._answer.true, self._answer.false or 0) >= shape[0]:
+            raise WrongTensor(f"tensor {name} in {self.path} is {list(shape)}; it must have the answer tokens' rows")
+        if kind not in self.matrix_dtypes:
+            raise WrongTensor(f"tensor {name} in {self.path} must be one of {', '.join(self.matrix_dtypes)}")
+
+        def row(index: int) -> npt.NDArray[np.float32]:
+            ((_, chunk),) = self._stored.chunks(name, slice(index, index + 1), 1)
+            return (as_f32(chunk) if kind in READABLE else widen_blocks(chunk, kind)).reshape(1, -1).copy()
+
+        answer = self._answer
+        return row(answer.true) if answer.false is None else row(answer.true) - row(answer.false)

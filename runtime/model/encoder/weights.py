@@ -23,6 +23,7 @@ from ..weights.packing import (
     attention_group,
     interleaved,
     named,
+    packed_dtypes,
     stacked,
 )
 from .spec import BertSpec, EncoderSpec, Projection
@@ -89,29 +90,32 @@ def plan_encoder_weights(spec: EncoderSpec, dtype: WeightDtype) -> tuple[Encoder
 
 
 def build_encoder_weights(spec: EncoderSpec, dtype: WeightDtype, factory: WeightFactory) -> EncoderWeights:
-    """Make all weights of an encoder with `factory`. `auto` is bf16."""
+    """Make all weights of an encoder with `factory`."""
     body: BertWeights | DecoderWeights
     if isinstance(spec.body, DecoderSpec):
         body = build_weights(spec.body, dtype, factory)
     else:
-        body = _build_bert(spec.body, "bf16" if dtype == "auto" else dtype, spec.max_model_len, factory)
+        body = _build_bert(spec.body, dtype, spec.max_model_len, factory)
     return EncoderWeights(body, tuple(_build_projection(each, factory) for each in spec.projections))
 
 
-def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory: WeightFactory) -> BertWeights:
+def _build_bert(spec: BertSpec, dtype: WeightDtype, max_positions: int, factory: WeightFactory) -> BertWeights:
     """Make the weights of a bidirectional transformer. With q4 the embedding is q8."""
     names = spec.names
     hidden = spec.hidden_size
     table_dtype: PackedDtype = "f32" if dtype == "f32" else "bf16"
+    words_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
 
     def table(name: str, rows: int, first_row: int, num_rows: int) -> PackedMatrix | None:
         part = Part(f"{name}.weight", (rows, hidden), first_row, num_rows)
         return factory.matrix(MatrixPlan(num_rows, hidden, table_dtype, [part])) if rows else None
 
-    words = Part(f"{names.words}.weight", (spec.vocab_size, hidden))
+    words = [Part(f"{names.words}.weight", (spec.vocab_size, hidden))]
     distances = Part(f"{names.distances}.weight", (spec.num_distances, spec.num_heads))
     return BertWeights(
-        words=factory.matrix(MatrixPlan(spec.vocab_size, hidden, "q8" if dtype == "q4" else dtype, [words])),
+        words=factory.matrix(
+            MatrixPlan(spec.vocab_size, hidden, packed_dtypes(spec.quantized, words_dtype, words), words)
+        ),
         positions=table(names.positions, spec.num_positions, spec.first_position, max_positions),
         types=table(names.types, spec.num_types, 0, spec.num_types),
         distances=factory.vector(spec.num_distances * spec.num_heads, [distances]) if spec.num_distances else None,
@@ -120,7 +124,9 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
     )
 
 
-def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightFactory) -> BertLayerWeights:
+def build_layer(
+    spec: BertSpec, layer: int, dtype: WeightDtype | PackedDtype, factory: WeightFactory
+) -> BertLayerWeights:
     """Make the weights of one layer."""
     names = spec.names
     hidden = spec.hidden_size
@@ -130,8 +136,9 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = GROUP) -> PackedMatrix:
         tensors = named(parts, prefix, "weight", in_features)
+        packed = packed_dtypes(spec.quantized, dtype, tensors)
         return factory.matrix(
-            MatrixPlan(out_features, in_features, dtype, tensors, group=group if dtype == "q8" else 0)
+            MatrixPlan(out_features, in_features, packed, tensors, group=group if dtype == "q8" else 0)
         )
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:

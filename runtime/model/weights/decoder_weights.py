@@ -15,7 +15,7 @@ import numpy as np
 
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.ops import padded
-from ....kernels.pack import BLOCK_DTYPES, PackedMatrix
+from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
 from ...common.errors import MissingTensor, WrongTensor
 from ..spec import UNGATED, DecoderSpec, Experts, Mamba
@@ -39,7 +39,6 @@ from .packing import (
     GROUP,
     InputOrder,
     MatrixPlan,
-    PackedDtypes,
     Part,
     Vector,
     WeightFactory,
@@ -48,6 +47,7 @@ from .packing import (
     interleaved,
     named,
     pack_built,
+    packed_dtypes,
     scaled,
     stacked,
 )
@@ -106,7 +106,7 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
     def vocabulary(name: str, group: int) -> PackedMatrix:
         shape = spec.vocab_size, hidden
         parts = [Part(f"{name}.weight", shape)]
-        packed = _packed_dtype(spec, vocabulary_dtype, parts)
+        packed = packed_dtypes(spec.quantized, vocabulary_dtype, parts)
         return factory.matrix(MatrixPlan(*shape, packed, parts, group=_group(vocabulary_dtype, group)))
 
     embedding = vocabulary(names.embedding, GROUP if spec.tie_embeddings else 0)
@@ -130,7 +130,7 @@ def _build_layer_tables(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFa
 
     def matrix(name: str, out_features: int, in_features: int, group: int) -> PackedMatrix:
         parts = [Part(f"{name}.weight", (out_features, in_features))]
-        packed = _packed_dtype(spec, dtype, parts)
+        packed = packed_dtypes(spec.quantized, dtype, parts)
         return factory.matrix(MatrixPlan(out_features, in_features, packed, parts, group=_group(dtype, group)))
 
     return LayerTables(
@@ -156,7 +156,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         order = _input_order(spec, dtype, parts)
         if order is not None:
             parts = [replace(part, tensor=part.tensor + SORTED) for part in parts]
-        packed = _packed_dtype(spec, dtype, parts)
+        packed = packed_dtypes(spec.quantized, dtype, parts)
         return factory.matrix(
             MatrixPlan(out_features, in_features, packed, parts, input_order=order, group=_group(dtype, group))
         )
@@ -314,7 +314,7 @@ def _build_experts(
 
     def matrices(out_features: int, in_features: int, parts: Sequence[Part]) -> tuple[PackedMatrix, ...]:
         experts = of_experts(parts, "weight", in_features)
-        packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
+        packed = packed_dtypes(spec.quantized, dtype, [part for parts in experts for part in parts])
         one = packed if isinstance(packed, str) else "q8"
         group = _group(dtype, GROUP)
         return tuple(
@@ -372,20 +372,3 @@ def _input_order(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -
     if dtype != "auto" or order is None:
         return None
     return order if all(np.array_equal(order, spec.input_orders.get(part.tensor, ())) for part in parts) else None
-
-
-def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtypes:
-    """Return the dtype of a matrix; with `auto` the dtypes of its stored tensors, bf16 if one is not in blocks.
-
-    Tensors of different types in ranges of columns keep them, if the kernels can have such ranges; else all are q8.
-    """
-    if dtype != "auto":
-        return dtype
-    if any(part.tensor not in spec.quantized for part in parts):
-        return "bf16"
-    dtypes = [BLOCK_DTYPES.get(spec.quantized[part.tensor], "q8") for part in parts]
-    if len(set(dtypes)) == 1:
-        return dtypes[0]
-    ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-    whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])
-    return ranges if whole and all(part.interleave is None for part in parts) else "q8"

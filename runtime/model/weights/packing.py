@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ....kernels import available_cpus
 from ....kernels.ops import BLOCK
 from ....kernels.ops import WeightDtype as PackedDtype
-from ....kernels.pack import PackedMatrix, column_ranges, packed_nbytes, widen_blocks
+from ....kernels.pack import BLOCK_DTYPES, PackedMatrix, column_ranges, packed_nbytes, widen_blocks
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
@@ -149,6 +149,25 @@ def named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) ->
     return [
         replace(part, tensor=f"{prefix}{part.tensor}.{suffix}", shape=(*part.shape, *in_features)) for part in parts
     ]
+
+
+def packed_dtypes(
+    quantized: Mapping[str, str], dtype: WeightDtype | PackedDtype, parts: Sequence[Part]
+) -> PackedDtypes:
+    """Return the dtype of a matrix; with `auto` the dtypes of its tensors in `quantized`, bf16 if one is not in blocks.
+
+    Tensors of different types in ranges of columns keep them, if the kernels can have such ranges; else all are q8.
+    """
+    if dtype != "auto":
+        return dtype
+    if any(part.tensor not in quantized for part in parts):
+        return "bf16"
+    dtypes = [BLOCK_DTYPES.get(quantized[part.tensor], "q8") for part in parts]
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])
+    return ranges if whole and all(part.interleave is None for part in parts) else "q8"
 
 
 def scaled(bias: Vector | None, factor: float) -> Vector | None:

@@ -147,13 +147,16 @@ def test_without_a_model_all_that_is_supported_is_listed(capsys: pytest.CaptureF
     found = rows(capsys, None)
     assert len(found["family"]) == len(FAMILIES)
     assert "LlamaForCausalLM, in GGUF files llama" in found["family"]
+    assert "in GGUF files bert, nomic-bert" in found["encoder"]
     assert found["safetensors"] == ["BF16, F16, F32"]
     assert found["quantized"] == ["gptq, awq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt"]
     assert found["GGUF"] == [
         "BF16, F16, F32, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, "
         "IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0"
     ]
-    assert found["tokenizer"] == ["tokenizer.json, in GGUF files gpt2, llama, gemma4; tokenizer.ggml.pre may be:"]
+    assert found["tokenizer"] == [
+        "tokenizer.json, in GGUF files gpt2, llama, gemma4, bert, t5; tokenizer.ggml.pre may be:"
+    ]
     assert "default, llama-bpe," in found[""][0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
-from quire.runtime.engine.text import ChatTemplate, Tokenizer, gguf_tokenizer, has_tokenizer
+from quire.runtime.engine.text import ChatTemplate, Tokenizer, gguf_tokenizer, gguf_vocabulary, has_tokenizer
 from quire.runtime.engine.text.gguf_tokenizer import read_chat_templates, read_special_texts, read_tokenizer
 from quire.runtime.engine.text.pre_tokenizers import PRE_TOKENIZERS
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -383,8 +383,8 @@ def test_the_begin_token_is_known(pieces: Mapping[str, Any], tmp_path: Path, dem
 
 
 def test_unknown_kinds_and_names_are_refused_with_what_is_allowed(pieces: Mapping[str, Any]) -> None:
-    with pytest.raises(UnsupportedModel, match=r"tokenizer.ggml.model is 'bert'; Quire reads gpt2, llama, gemma4"):
-        read_tokenizer({**pieces, "tokenizer.ggml.model": "bert"})
+    with pytest.raises(UnsupportedModel, match=r"tokenizer.ggml.model is 'rwkv'; Quire reads gpt2, llama, gemma4"):
+        read_tokenizer({**pieces, "tokenizer.ggml.model": "rwkv"})
     with pytest.raises(UnsupportedModel, match=r"tokenizer.ggml.pre is 'new'; Quire knows .*qwen2"):
         read_tokenizer({**pieces, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "new"})
 
@@ -469,15 +469,15 @@ def test_merges_of_unknown_tokens_are_refused(byte_level: Callable[[str], dict[s
 
 
 def test_sizes_are_limited(pieces: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value, message in (
-        ("MAX_VOCABULARY", 400, "at most 400 are supported"),
-        ("MAX_VOCABULARY_CHARACTERS", 1000, "all together at most 1000"),
-        ("MAX_MERGES", 20, "more than 20 pairs"),
-        ("MAX_MERGE_CHARACTERS", 50, "more than 50 characters"),
-        ("MAX_SPECIAL_CHARACTERS", 20, "the special tokens have more than 20 characters"),
+    for module, name, value, message in (
+        (gguf_vocabulary, "MAX_VOCABULARY", 400, "at most 400 are supported"),
+        (gguf_vocabulary, "MAX_VOCABULARY_CHARACTERS", 1000, "all together at most 1000"),
+        (gguf_tokenizer, "MAX_MERGES", 20, "more than 20 pairs"),
+        (gguf_tokenizer, "MAX_MERGE_CHARACTERS", 50, "more than 50 characters"),
+        (gguf_tokenizer, "MAX_SPECIAL_CHARACTERS", 20, "the special tokens have more than 20 characters"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(gguf_tokenizer, name, value)
+            patch.setattr(module, name, value)
             with pytest.raises(CorruptCheckpoint, match=message):
                 read_tokenizer(pieces)
 
