@@ -1089,6 +1089,89 @@ CASES |= {
     ),
 }
 
+GRANITE_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 4.0,
+}  # fmt: skip
+CASES |= {
+    "internlm3": Case(
+        "InternLM3Config",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "head_dim": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 6.0},
+        },
+        four={"qkv_bias": True, "bias": True},
+        seed=201,
+    ),
+    "olmoe": Case(
+        "OlmoeConfig",
+        torch.bfloat16,
+        5,
+        {**ODD, "intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3, "attention_bias": True},
+        seed=202,
+    ),
+    "granite_moe": Case(
+        "GraniteMoeSharedConfig",
+        torch.bfloat16,
+        5,
+        {
+            **ODD,
+            **GRANITE_FACTORS,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 56,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+        },
+        seed=203,
+    ),
+    "minicpm3": Case(
+        "MiniCPM3Config",
+        torch.bfloat16,
+        5,
+        {
+            **LATENT,
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 40,
+            "v_head_dim": None,
+            "scale_depth": 1.2,
+            "scale_emb": 3,
+            "dim_model_base": 32,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 128,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [1.0 + 0.3 * i for i in range(8)],
+            },
+        },
+        seed=204,
+    ),
+    # transformers does not have this model: its logits are those of a Granite with the same factors
+    "minicpm": Case(
+        "GraniteConfig",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "head_dim": 12,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 12**-0.5,
+            "num_hidden_layers": 4,
+            "residual_multiplier": 0.75,
+            "logits_scaling": 2.25,
+        },
+        seed=205,
+    ),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -1133,8 +1216,20 @@ def write_case(folder: Path, case: Case) -> None:
     if case.config_class == "OlmoHybridConfig":
         write_olmo_hybrid(folder, case.config)
     write_golden(folder)
+    if folder.name == "minicpm":
+        write_minicpm(folder)
     if case.long:
         write_long_golden(folder)
+
+
+def write_minicpm(folder: Path) -> None:
+    """Replace Granite's keys in both configs by MiniCPM's."""
+    for name in ("config.json", "other_config.json"):
+        config = json.loads((folder / name).read_text())
+        config = {key: value for key, value in config.items() if not key.endswith(("_multiplier", "logits_scaling"))}
+        config |= {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"}
+        config |= {"scale_emb": 3, "scale_depth": 1.5, "dim_model_base": 32}
+        (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
 def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) -> None:
@@ -1177,6 +1272,8 @@ def write_configs(folder: Path, case: Case) -> None:
     five = json.loads((folder / "config.json").read_text())
     for name, wanted in (("config.json", case.style), ("other_config.json", 9 - case.style)):
         config = five if wanted == 5 else as_transformers_4(five, case.four or {})
+        if config["model_type"] == "internlm3":  # transformers writes the class that it computes with
+            config["architectures"] = ["InternLM3ForCausalLM"]
         (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 

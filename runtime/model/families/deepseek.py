@@ -139,10 +139,15 @@ def _with_defaults(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable
         raise config.refused("q_lora_rank", "null or at least 1")
     given = {key: value for key, value in VALUES_OF_NULL.items() if config.values.get(key, value) is None}
     merged = ConfigTable({**config.values, **given}, config.where, config.source, config.names).with_defaults(defaults)
-    rotated = merged.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
-    heads = merged.integer("num_attention_heads", 1, MAX_HEADS)
-    values = {**merged.values, "head_dim": rotated, "num_key_value_heads": heads}
-    return ConfigTable(values, merged.where, merged.source, merged.names)
+    return with_rotated_heads(merged)
+
+
+def with_rotated_heads(config: ConfigTable) -> ConfigTable:
+    """Return config.json with the heads of the rotary embedding, which `build_spec` reads."""
+    rotated = config.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
+    heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    values = {**config.values, "head_dim": rotated, "num_key_value_heads": heads}
+    return ConfigTable(values, config.where, config.source, config.names)
 
 
 def _build(config: ConfigTable, family: str, scoring: str, experts: Experts | None, interleaved: bool) -> DecoderSpec:
@@ -152,6 +157,15 @@ def _build(config: ConfigTable, family: str, scoring: str, experts: Experts | No
     for key in ("attention_bias", "mlp_bias"):
         if config.flag(key, False):
             raise config.refused(key, "absent or false: layers with latent attention have no biases")
+    return replace(
+        build_latent_spec(config, family, interleaved),
+        experts=_with_shared(config, experts) if experts is not None and any(experts.layers) else None,
+        names=SHARED_EXPERTS,
+    )
+
+
+def build_latent_spec(config: ConfigTable, family: str, interleaved: bool) -> DecoderSpec:
+    """Read the spec of a model with latent attention. The config comes from `with_rotated_heads`."""
     latent = _read_latent(config, interleaved)
     rope = replace(read_rope(config), dim=latent.rope_dim)
     return replace(
@@ -160,8 +174,6 @@ def _build(config: ConfigTable, family: str, scoring: str, experts: Experts | No
         head_dim=latent.key_dim,
         attention_scale=latent.query_dim**-0.5 * _scale_of_yarn(config),
         latent=latent,
-        experts=_with_shared(config, experts) if experts is not None and any(experts.layers) else None,
-        names=SHARED_EXPERTS,
     )
 
 

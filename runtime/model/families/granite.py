@@ -43,7 +43,7 @@ def with_multipliers(config: ConfigTable, spec: DecoderSpec) -> DecoderSpec:
     )
 
 
-def _derive(config: ConfigTable) -> Mapping[str, float]:
+def derive_scale(config: ConfigTable) -> Mapping[str, float]:
     """Return the value of a file's missing scale of scores. Granite's files without rotary embedding are refused."""
     if not config.flag("rotates", True):
         raise config.refused("rotates", "absent or true: heads are rotated")
@@ -54,5 +54,5 @@ GRANITE = Family(
     ("GraniteForCausalLM",),
     ("granite",),
     read_granite,
-    GGUFFormat("granite", KEYS | GGUF_KEYS, neighboring_pairs=True, derive=_derive),
+    GGUFFormat("granite", KEYS | GGUF_KEYS, neighboring_pairs=True, derive=derive_scale),
 )

@@ -35,12 +35,15 @@ from .glm4_moe import GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
+from .granite_moe import GRANITE_MOE
 from .granite_swa import GRANITE_SWA
 from .hunyuan import HUNYUAN
 from .idefics3 import IDEFICS3
+from .internlm3 import INTERNLM3
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
+from .minicpm import MINICPM, MINICPM3
 from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -48,6 +51,7 @@ from .nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmo_hybrid import OLMO_HYBRID
+from .olmoe import OLMOE
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
@@ -76,6 +80,7 @@ FAMILIES = (
     QWEN3_5_MOE,
     SMOLLM3,
     GRANITE,
+    GRANITE_MOE,
     GRANITE_SWA,
     GRANITE_HYBRID,
     FALCON_H1,
@@ -84,7 +89,11 @@ FAMILIES = (
     OLMO2,
     OLMO_HYBRID,
     OLMO3,
+    OLMOE,
     EXAONE4,
+    INTERNLM3,
+    MINICPM,
+    MINICPM3,
     SEED_OSS,
     ERNIE4_5,
     ERNIE4_5_MOE,

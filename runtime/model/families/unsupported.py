@@ -7,12 +7,8 @@ MISSING_PARTS: dict[str, str] = {  # config.json's `architectures[0]` -> the par
     "Gemma3nForConditionalGeneration": "alternating updates (AltUp), LAuReL and per-layer embeddings",
     "GPTNeoXForCausalLM": "queries, keys and values of each head in one tensor",
     "HunYuanMoEV1ForCausalLM": "norms of heads after their rotation beside experts",
-    "InternLM3ForCausalLM": "code in the model's folder, which is not run",
     "KimiLinearForCausalLM": "delta attention with a decay for each channel (KDA) beside latent attention",
     "Llama4ForConditionalGeneration": "attention in chunks, and a mixture of experts that scales its input",
-    "MiniCPMForCausalLM": "code in the model's folder, which is not run",
-    "MiniCPM3ForCausalLM": "latent attention with scaled residuals",
     "MiniMaxM2ForCausalLM": "experts chosen by sigmoids beside norms over all heads",
-    "OlmoeForCausalLM": "norms over all heads together beside experts",
     "Qwen3VLMoeForConditionalGeneration": "DeepStack beside experts",
 }

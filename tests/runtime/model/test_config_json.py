@@ -58,6 +58,11 @@ ARCHITECTURE = {
     "granite_hybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "granite_moe": "GraniteMoeForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
 MINIMAL = {
     "vocab_size": 100,
@@ -74,6 +79,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "stablelm": {"num_key_value_heads": 2},
     "glm4_moe": {"num_key_value_heads": 2},
     "ministral3": {"num_key_value_heads": 2},
+    "internlm3": {"num_key_value_heads": 2},
+    "minicpm3": {"v_head_dim": 32},
     "granite_hybrid": {
         "layer_types": ["mamba", "mamba", "attention"],
         "shared_intermediate_size": 96,
@@ -156,6 +163,10 @@ def test_defaults(read: Read) -> None:
         ("glm4_moe", {"attention_bias": True}, True, False, False),
         ("hunyuan_v1_dense", {}, False, False, False),
         ("hunyuan_v1_dense", {"attention_bias": True}, True, True, False),
+        ("internlm3", {}, False, False, False),
+        ("internlm3", {"qkv_bias": True}, True, False, False),
+        ("internlm3", {"bias": True}, False, True, True),
+        ("internlm3", {"attention_bias": True, "mlp_bias": True}, True, True, True),
         ("starcoder2", {}, True, True, True),
         ("starcoder2", {"use_bias": False}, False, False, False),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, False, True, True),
@@ -184,9 +195,9 @@ def test_head_dim(read: Read, family: str, keys: Any, head_dim: int) -> None:
 
 def test_families_that_norm_queries_and_keys(read: Read) -> None:
     assert {family for family in ARCHITECTURE if read(family).qk_norm} == {
-        "qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "lfm2", "hunyuan_v1_dense",
+        "qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "lfm2", "hunyuan_v1_dense", "olmoe",
     }  # fmt: skip
-    assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2", "olmo3"}
+    assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2", "olmo3", "olmoe"}
 
 
 @pytest.mark.parametrize(
@@ -469,6 +480,18 @@ def test_stablelm_and_phi_rotate_a_part_of_each_head(read: Read) -> None:
     assert read("stablelm", partial_rotary_factor=0.5, use_parallel_residual=True).parallel
 
 
+def test_factors_of_minicpm(read: Read) -> None:
+    """Null stands for a factor of branches and of logits that changes nothing."""
+    factors = {"scale_emb": 12, "scale_depth": 1.5, "dim_model_base": 16, "num_hidden_layers": 4}
+    for family in ("minicpm", "minicpm3"):
+        spec = read(family, **factors)
+        assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (12, 0.75, 0.25)
+    spec = read("minicpm3", scale_depth=None, dim_model_base=None, q_lora_rank=None, v_head_dim=None, hidden_size=128)
+    assert (spec.residual_scale, spec.logits_scale) == (1, 1)
+    assert spec.latent is not None
+    assert (spec.latent.query_rank, spec.latent.value_dim) == (0, 32)
+
+
 def test_a_fixed_alpha_stretches_the_base_of_hunyuan(read: Read) -> None:
     """By alpha to the power of 16 / 14, for heads of 16 elements."""
     rope = {"type": "dynamic", "alpha": 128.0, "factor": 1.0}
@@ -706,6 +729,13 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
             {"moe_num_shared_experts": 1000},
             "moe_num_shared_experts is 1000; .* at most 1048576 columns",
         ),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; it must be null or absent"),
+        ("minicpm", {"num_experts": 8}, "num_experts is 8; it must be an integer from 0 to 0"),
+        ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config is .*; it must be absent or null"),
+        ("minicpm", {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
+        ("minicpm3", {"mlp_bias": True}, "mlp_bias is true; it must be absent or false"),
+        ("minicpm3", {"kv_lora_rank": 40}, "kv_lora_rank is 40; it must be a multiple of 32"),
+        ("internlm3", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.type is .ntk"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be an integer from 1"),
         ("glm4_moe", {"n_shared_experts": 1000}, "n_shared_experts is 1000; .* at most 1048576 columns"),
         ("glm4_moe", {"n_group": 3}, "n_group is 3"),

@@ -52,7 +52,8 @@ METADATA: dict[str, dict[str, Any]] = {
 }
 UNCHANGED = (
     "llama", "arcee", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "stablelm",
-    "phi", "phi3", "gemma4", "gemma4_dense", "gemma4_moe",
+    "phi", "phi3", "gemma4", "gemma4_dense", "gemma4_moe", "olmoe",
+    "granite_moe", "minicpm",
 )  # fmt: skip
 FAMILIES = (*UNCHANGED, *CHANGED)
 LAYER = "blk.1."

@@ -49,6 +49,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MINICPM = {"dim_model_base": 256, "rms_norm_eps": 1e-5, "scale_depth": 1.4, "scale_emb": 12}
+MINICPM_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.1] * 32,
+    "long_factor": [1.1] * 32,
+    "original_max_position_embeddings": 32768,
+}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541}
 MINISTRAL = {
@@ -207,6 +214,45 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
     "Granite 3.3 2B": (
         model("GraniteForCausalLM", 49159, 2048, 40, 32, 8, 8192, 131072, logits_scaling=8.0, **GRANITE),
         ("granite", 64, 0, 0, 131072),
+    ),
+    "Granite 3.1 1B A400M": (
+        model(
+            "GraniteMoeForCausalLM", 49155, 1024, 24, 16, 8, 512, 131072, logits_scaling=6.0, num_local_experts=32,
+            num_experts_per_tok=8, tie_word_embeddings=True, **GRANITE,
+        ),
+        ("granite_moe", 64, 0, 0, 131072),
+    ),
+    "InternLM3 8B": (
+        model(
+            "InternLM3ForCausalLM", 128512, 4096, 48, 32, 2, 10240, 32768, bias=False, head_dim=128, qkv_bias=False,
+            rms_norm_eps=1e-5, rope_scaling={"factor": 6.0, "rope_type": "dynamic"}, rope_theta=50000000,
+        ),
+        ("internlm3", 128, 0, 0, 32768),
+    ),
+    "MiniCPM 2B": (
+        model("MiniCPMForCausalLM", 122753, 2304, 40, 36, 36, 5760, 4096, **MINICPM),
+        ("minicpm", 64, 0, 0, 4096),
+    ),
+    "MiniCPM4 0.5B": (
+        model(
+            "MiniCPMForCausalLM", 73448, 1024, 24, 16, 2, 4096, 32768, rope_scaling=MINICPM_ROPE, **MINICPM,
+        ),
+        ("minicpm", 64, 0, 0, 32768),
+    ),
+    "MiniCPM3 4B": (
+        model(
+            "MiniCPM3ForCausalLM", 73448, 2560, 62, 40, 40, 6400, 32768, kv_lora_rank=256, q_lora_rank=768,
+            qk_nope_head_dim=64, qk_rope_head_dim=32,
+            rope_scaling={**MINICPM_ROPE, "short_factor": [1.1] * 16, "long_factor": [1.1] * 16}, **MINICPM,
+        ),
+        ("minicpm3", 288, 0, 0, 32768),
+    ),
+    "OLMoE 1B 7B": (
+        model(
+            "OlmoeForCausalLM", 50304, 2048, 16, 16, 16, 1024, 4096, clip_qkv=None, norm_topk_prob=False,
+            num_experts=64, num_experts_per_tok=8, rms_norm_eps=1e-5, rope_theta=10000.0,
+        ),
+        ("olmoe", 128, 0, 0, 4096),
     ),
     "OLMo 2 7B": (
         model("Olmo2ForCausalLM", 100352, 4096, 32, 32, 32, 11008, 4096, rope_theta=5e5),
@@ -430,16 +476,12 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
 REFUSED = {
     "Falcon 7B": ("FalconForCausalLM", "queries, keys and values of all heads in one tensor, and ALiBi"),
     "Gemma 3n E2B": ("Gemma3nForConditionalGeneration", "alternating updates"),
-    "InternLM3 8B": ("InternLM3ForCausalLM", "code in the model's folder"),
     "GPT-NeoX 20B": ("GPTNeoXForCausalLM", "queries, keys and values of each head in one tensor"),
     "Hunyuan A13B": ("HunYuanMoEV1ForCausalLM", "norms of heads after their rotation beside experts"),
     "Kimi Linear 48B": ("KimiLinearForCausalLM", "delta attention with a decay for each channel"),
-    "MiniCPM3 4B": ("MiniCPM3ForCausalLM", "latent attention with scaled residuals"),
     "MiniMax M2": ("MiniMaxM2ForCausalLM", "experts chosen by sigmoids beside norms over all heads"),
-    "OLMoE 1B 7B": ("OlmoeForCausalLM", "norms over all heads together beside experts"),
     "Qwen3-VL 30B A3B": ("Qwen3VLMoeForConditionalGeneration", "DeepStack beside experts"),
     "Llama 4 Scout": ("Llama4ForConditionalGeneration", "attention in chunks"),
-    "MiniCPM 2B": ("MiniCPMForCausalLM", "code in the model's folder"),
 }
 
 
