@@ -27,6 +27,14 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTags:
+    """Two literals around the answer. Neither belongs to it, and models may leave them out."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallSyntax:
     """A list of calls: `begin`, calls with `separator` between them, `end`.
 
@@ -70,23 +78,29 @@ class Markup:
     reasoning: Reasoning | None = None
     calls: CallSyntax | None = None
     channels: bool = False
+    answer: AnswerTags | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)  # ids of the special tokens in the literals, by name
 
     def with_special(self, special: Mapping[str, int]) -> Markup:
         """Return the markup with MARK before each of a vocabulary's special tokens, ids by name."""
         if self.channels:
             return replace(self, tokens={name: special[name] for name in CHANNEL_TOKENS if name in special})
-        literals = "\n".join((*_literals(self.calls), *_literals(self.reasoning)))
+        literals = "\n".join((*_literals(self.calls), *_literals(self.reasoning), *_literals(self.answer)))
         tokens = {name: token for name, token in special.items() if name and name in literals}
         if not tokens:
             return self
-        return Markup(_marked(self.reasoning, tokens), _marked(self.calls, tokens), tokens=tokens)
+        return Markup(
+            _marked(self.reasoning, tokens),
+            _marked(self.calls, tokens),
+            answer=_marked(self.answer, tokens),
+            tokens=tokens,
+        )
 
     def without_calls(self) -> Markup:
         """Return the markup of an output without calls."""
-        literals = _literals(self.reasoning)
+        literals = [*_literals(self.reasoning), *_literals(self.answer)]
         kept = {name: token for name, token in self.tokens.items() if any(name in each for each in literals)}
-        return self if self.channels else Markup(self.reasoning, tokens=kept)
+        return self if self.channels else Markup(self.reasoning, answer=self.answer, tokens=kept)
 
     def marked(self, name: str) -> str:
         """Return a marker in the form that it has in the text."""
@@ -99,6 +113,8 @@ BRACKETS = Reasoning("[THINK]", "[/THINK]")
 SEED_THINK = Reasoning("<seed:think>", "</seed:think>")
 THOUGHT = Reasoning("<|channel>thought", "<channel|>")
 COMMAND_THINKING = Reasoning("<|START_THINKING|>", "<|END_THINKING|>")
+ANSWER_TAGS = AnswerTags("<answer>", "</answer>")  # Hunyuan
+RESPONSE_TAGS = AnswerTags("<response>", "</response>")  # ERNIE 4.5
 
 _NAME_FIRST = ' { "name" : "'
 _ARGUMENTS = '" , "arguments" : '
@@ -214,10 +230,10 @@ KNOWN_MARKUPS: dict[str, Markup] = {
 # The markup of models whose template shows no syntax of calls.
 GENERIC_MARKUP = Markup(calls=CallSyntax(f"<tool_call>{_NAME_FIRST}", _ARGUMENTS, " } </tool_call>", generic=True))
 
-Part = TypeVar("Part", Reasoning | None, CallSyntax | None)
+Part = TypeVar("Part", Reasoning | None, CallSyntax | None, AnswerTags | None)
 
 
-def _literals(part: Reasoning | CallSyntax | None) -> list[str]:
+def _literals(part: Reasoning | CallSyntax | AnswerTags | None) -> list[str]:
     return [] if part is None else [value for value in asdict(part).values() if isinstance(value, str)]
 
 

@@ -43,7 +43,7 @@ class OutputParser(Protocol):
 
 
 class MarkupParser:
-    """Parser of outputs with literals around reasoning and calls.
+    """Parser of outputs with literals around reasoning, answer and calls.
 
     Without `schemas` no text is a call. The output begins within reasoning if `in_reasoning`. With `takes_bare_calls`,
     the markup's calls may come without an opening literal.
@@ -53,6 +53,8 @@ class MarkupParser:
         self, markup: Markup, schemas: Schemas | None, *, in_reasoning: bool = False, takes_bare_calls: bool = True
     ) -> None:
         self._reasoning = markup.reasoning
+        self._tags = markup.answer
+        self._answer_end = ""  # the literal that ends the answer
         self._calls = None if schemas is None else markup.calls
         self._schemas = schemas or {}
         self._takes_bare_calls = takes_bare_calls
@@ -84,9 +86,9 @@ class MarkupParser:
         elif self._state == self._thoughts:
             assert self._reasoning is not None
             self._emit("reasoning", _without_start(rest, self._reasoning.close) if is_cut else rest.rstrip(SPACE))
-        elif self._state == self._answer and self._calls is not None:
-            self._emit("content", _without_start(rest, self._calls.trigger) if is_cut else rest)
-        elif self._state in (self._start, self._bare) and (not is_cut or not rest.strip(SPACE)):
+        elif self._state == self._answer:
+            self._emit("content", _without_start(rest, *self._ends_of_answer()) if is_cut else rest)
+        elif self._state in (self._start, self._tag, self._bare) and (not is_cut or not rest.strip(SPACE)):
             self._emit("content", rest)
         deltas = self._deltas
         self._deltas = []
@@ -97,7 +99,7 @@ class MarkupParser:
         """See `OutputParser.kind`."""
         if self._state == self._thoughts:
             return "reasoning"
-        is_answer = self._state in (self._start, self._bare, self._answer) and not self._skips_space
+        is_answer = self._state in (self._start, self._tag, self._bare, self._answer) and not self._skips_space
         return "content" if is_answer else None
 
     @property
@@ -110,18 +112,30 @@ class MarkupParser:
     def _start(self) -> Callable[[], Any] | None:
         """Find out whether the output begins with reasoning."""
         if self._reasoning is None:
-            return self._bare
+            return self._tag
         text = self._buffer.lstrip(SPACE)
         literal = self._reasoning.open
         if text.startswith(literal):
             self._buffer = text[len(literal) :]
             self._skips_space = True
             return self._thoughts
-        return None if literal.startswith(text) else self._bare
+        return None if literal.startswith(text) else self._tag
 
     def _thoughts(self) -> Callable[[], Any] | None:
         assert self._reasoning is not None, "the prompt ends with its literal"
-        return self._bare if self._read_until(self._reasoning.close, "reasoning") else None
+        return self._tag if self._read_until("reasoning", self._reasoning.close) else None
+
+    def _tag(self) -> Callable[[], Any] | None:
+        """Find out whether a literal begins the answer."""
+        if self._tags is None:
+            return self._bare
+        text = self._buffer.lstrip(SPACE)
+        if text.startswith(self._tags.open):
+            self._buffer = text[len(self._tags.open) :]
+            self._skips_space = True
+            self._answer_end = self._tags.close
+            return self._bare
+        return None if self._tags.open.startswith(text) else self._bare
 
     def _bare(self) -> Callable[[], Any] | None:
         """Find out whether the answer begins with calls without an opening literal."""
@@ -134,12 +148,19 @@ class MarkupParser:
         return self._answer if end < 0 else self._expect(calls.open, self._name)
 
     def _answer(self) -> Callable[[], Any] | None:
-        calls = self._calls
-        if calls is None:
-            self._read_until("", "content")
-        elif self._read_until(calls.trigger, "content"):
-            return self._expect((calls.begin + calls.open)[len(calls.trigger) :], self._name)
-        return None
+        literal = self._read_until("content", *self._ends_of_answer())
+        if not literal:
+            return None
+        if literal == self._answer_end:
+            self._answer_end = ""
+            return self._answer
+        assert self._calls is not None, "only calls have another literal"
+        return self._expect((self._calls.begin + self._calls.open)[len(literal) :], self._name)
+
+    def _ends_of_answer(self) -> list[str]:
+        """Return the literals that end the text of the answer."""
+        trigger = "" if self._calls is None else self._calls.trigger
+        return [literal for literal in (trigger, self._answer_end) if literal]
 
     # States: calls
 
@@ -210,23 +231,27 @@ class MarkupParser:
         self._after_expected = then
         return self._literal
 
-    def _read_until(self, literal: str, kind: DeltaKind) -> bool:
-        """Read text up to and including `literal`; return whether it was found. Without a literal, read everything."""
+    def _read_until(self, kind: DeltaKind, *literals: str) -> str:
+        """Read text up to and including the first of the literals; return it, "" if the text has none of them.
+
+        Without literals, read everything.
+        """
         if self._skips_space:
             self._buffer = self._buffer.lstrip(SPACE)
             self._skips_space = not self._buffer
-        if not literal:
+        if not literals:
             self._emit(kind, self._buffer)
             self._buffer = ""
-            return False
-        found = self._buffer.find(literal)
-        end = found if found >= 0 else len(self._buffer) - num_held(self._buffer, literal)
+            return ""
+        places = [(place, each) for each in literals if (place := self._buffer.find(each)) >= 0]
+        held = max(num_held(self._buffer, each) for each in literals)
+        end, literal = min(places, default=(len(self._buffer) - held, ""))
         last_space = self._buffer[max(0, end - MAX_HELD_SPACE) : end]
         end_of_text = end - (len(last_space) - len(last_space.rstrip(SPACE)))
         self._emit(kind, self._buffer[:end_of_text])
-        self._buffer = self._buffer[end_of_text if found < 0 else found + len(literal) :]
-        self._skips_space |= found >= 0
-        return found >= 0
+        self._buffer = self._buffer[end + len(literal) if literal else end_of_text :]
+        self._skips_space |= bool(literal)
+        return literal
 
     def _emit(self, kind: DeltaKind, text: str) -> None:
         """Append a piece without special tokens, which do not belong in it."""
@@ -342,7 +367,7 @@ def _arguments(calls: CallSyntax, schema: Any) -> ArgumentStream:
     return JSONArguments() if calls.arguments == "json" else LiteralArguments(NOTATIONS[calls.arguments], calls.quote)
 
 
-def _without_start(text: str, literal: str) -> str:
-    """Return the text without the beginning of `literal` at its end, and without white space before that."""
-    held = num_held(text, literal)
+def _without_start(text: str, *literals: str) -> str:
+    """Return the text without the beginning of a literal at its end, and without white space before that."""
+    held = max((num_held(text, literal) for literal in literals), default=0)
     return text[: len(text) - held].rstrip(SPACE) if held else text

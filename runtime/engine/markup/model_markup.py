@@ -15,10 +15,12 @@ from typing import Any
 import structlog
 
 from .markup import (
+    ANSWER_TAGS,
     BRACKETS,
     COMMAND_THINKING,
     GENERIC_MARKUP,
     KNOWN_MARKUPS,
+    RESPONSE_TAGS,
     SEED_THINK,
     THINK,
     THOUGHT,
@@ -94,7 +96,8 @@ def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
         for each in (THINK, BRACKETS, SEED_THINK, THOUGHT, COMMAND_THINKING)
         if each.close in template or each.close in tokens
     ]
-    return replace(family, reasoning=found[0] if found else None)
+    tags = [each for each in (ANSWER_TAGS, RESPONSE_TAGS) if each.open in template and each.close in template]
+    return replace(family, reasoning=found[0] if found else None, answer=tags[0] if found and tags else None)
 
 
 class _OtherForm(Exception):

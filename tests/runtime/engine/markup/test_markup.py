@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from quire.runtime.engine.markup.markup import (
+    ANSWER_TAGS,
     BRACKETS,
     CHANNEL_TOKENS,
     COMMAND_THINKING,
     KNOWN_MARKUPS,
     MARK,
+    RESPONSE_TAGS,
     SEED_THINK,
     THINK,
     THOUGHT,
@@ -132,6 +134,24 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         f'<tool_calls>[{{"name": "weather", "arguments": {CALL}}}, {{"name": "time", "arguments": {{}}}}]</tool_calls>',
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
+    (
+        replace(KNOWN_MARKUPS["hunyuan_a13b"], reasoning=THINK, answer=ANSWER_TAGS),
+        f'<think>\nSo.\n</think>\n<answer>\nI </a> ask.\n<tool_calls>[{{"name": "weather", "arguments": {CALL}}}]'
+        "</tool_calls>\n</answer>",
+        [("reasoning", "So."), ("content", "I </a> ask."), ("call", "weather"), ("arguments", CALL)],
+    ),
+    (
+        replace(KNOWN_MARKUPS["hunyuan_a13b"], reasoning=THINK, answer=ANSWER_TAGS),
+        "<think>\n\n</think>\n<answer>\n<answ> 1 < 2\n</answer>\n\n<tool_calls>[{"
+        f'"name": "weather", "arguments": {CALL}}}]</tool_calls>',
+        [("content", "<answ> 1 < 2"), ("call", "weather"), ("arguments", CALL)],
+    ),
+    (
+        replace(Markup(THINK), answer=RESPONSE_TAGS),
+        "<think>\nSo.\n</think>\n\n<response>\nYes, </responses>.\n</response>\n",
+        [("reasoning", "So."), ("content", "Yes, </responses>.")],
+    ),
+    (replace(Markup(THINK), answer=ANSWER_TAGS), "Say </answer>.", [("content", "Say </answer>.")]),
     (
         replace(KNOWN_MARKUPS["cohere_command3"], reasoning=COMMAND_THINKING),
         "<|START_THINKING|>So.<|END_THINKING|><|START_ACTION|>[\n"

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from quire.runtime.engine import TextProcessor
 from quire.runtime.engine.markup.markup import (
+    ANSWER_TAGS,
     BRACKETS,
     COMMAND_THINKING,
     GENERIC_MARKUP,
     KNOWN_MARKUPS,
     MARK,
+    RESPONSE_TAGS,
     SEED_THINK,
     THINK,
     THOUGHT,
+    AnswerTags,
     CallSyntax,
     Markup,
     Reasoning,
@@ -35,6 +38,26 @@ CALLS: dict[str, Any] = {
     "open": "<tool_call>\n", "close": "</tool_call>", "repeats": True, "content": "json", "transform": WHOLE,
 }  # fmt: skip
 PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("<think>…</think><answer>…</answer>", ANSWER_TAGS),
+        ("<think>…</think><response>…</response>", RESPONSE_TAGS),
+        ("<think>…</think><answer>", None),
+        ("<answer>…</answer>", None),  # the template of a model without reasoning
+    ],
+)
+def test_the_chat_template_says_how_an_answer_is_tagged(template: str, expected: AnswerTags | None) -> None:
+    assert find_markup("auto", template, {}).answer == expected
+    assert find_markup("none", template, {}).without_calls().answer == expected
+
+
+def test_tags_of_an_answer_may_be_special_tokens() -> None:
+    markup = find_markup("none", "</think><response></response>", {"<response>": 7})
+    assert markup == Markup(THINK, answer=AnswerTags(f"{MARK}<response>", "</response>"), tokens={"<response>": 7})
+    assert markup.without_calls() == markup
 
 
 @pytest.mark.parametrize(
