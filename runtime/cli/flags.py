@@ -44,19 +44,19 @@ MAX_CHOICES_SHOWN = 30  # characters next to a flag; a longer text would narrow 
 CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags override both."
 
 
-def settings_from(model: str | None, *flags: Any) -> Settings:
+def settings_from(model: str | None, *flags: Any, takes_models: bool = False) -> Settings:
     """Return the settings of a command that loads a model; a model on a hub is downloaded if it is not in the cache."""
-    return with_model_files(read_settings(model, *flags))
+    return with_model_files(read_settings(model, *flags, takes_models=takes_models))
 
 
-def read_settings(model: str | None, *flags: Any) -> Settings:
+def read_settings(model: str | None, *flags: Any, takes_models: bool = False) -> Settings:
     """Return the settings of a command: flags before QUIRE_* variables before --config before defaults."""
     given: dict[str, Any] = {"model": model}
     for group in flags:
         given |= asdict(group) if group is not None else {}
     for warning in unknown_variables(os.environ):
         print(f"quire: warning: {warning}", file=sys.stderr)
-    return resolve_settings(given, os.environ, given.pop("config", None))
+    return resolve_settings(given, os.environ, given.pop("config", None), takes_models=takes_models)
 
 
 def refuse_flags(command: str, names: Collection[str], what: str, *flags: Any) -> None:

@@ -25,17 +25,25 @@ def with_model_files(settings: Settings) -> Settings:
 
     A model keeps its name for clients, unless another is set. Raises as `fetch` of the hub does.
     """
-    engine = settings.engine
+    if settings.models:
+        models = tuple(msgspec.structs.replace(each, engine=_with_files(each.engine)) for each in settings.models)
+        return msgspec.structs.replace(settings, models=models)
+    reference = parse_reference(settings.engine.model or "")
+    server = settings.server
+    if reference is not None and server.served_model_name is None:
+        server = msgspec.structs.replace(server, served_model_name=str(reference))
+    return Settings(engine=_with_files(settings.engine), server=server)
+
+
+def _with_files(engine: EngineConfig) -> EngineConfig:
+    """Return options with the paths of models in place of their names on a hub; download what is missing."""
     names = {name: parse_reference(getattr(engine, name) or "") for name in MODEL_OPTIONS}
     paths = {
         name: str(fetch(reference, FreeMemory(engine, reference), TerminalProgress()))
         for name, reference in names.items()
         if reference is not None
     }
-    server = settings.server
-    if names["model"] is not None and server.served_model_name is None:
-        server = msgspec.structs.replace(server, served_model_name=str(names["model"]))
-    return Settings(engine=msgspec.structs.replace(engine, **paths), server=server)
+    return msgspec.structs.replace(engine, **paths)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from ..cluster import Members, connected_cluster, read_secret
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..common.heap import limit_heap
-from ..common.logs import json_event, log_to_stderr
+from ..common.logs import log_to_stderr
+from ..common.model_tables import ModelEntry
 from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import favor_event_loop, tune_collector
@@ -31,18 +32,19 @@ from ..engine import (
     Core,
     Engine,
     EngineCore,
-    EngineInfo,
     TextProcessor,
     check_snapshot_path,
     load_texts,
     prefix_snapshot,
 )
-from ..model import model_name, model_path, projectors, read_spec, weights_text
-from ..server import Server, check_config, check_ports
+from ..model import model_name, model_path, projectors
+from ..model.encoder import is_encoder
+from ..server import CatalogModel, ModelCatalog, Server, check_config, check_ports
 from ..server.monitoring import PrometheusObserver
 from ..workers import engine_processes
 from ..workers.loading import shown_loading, terminal
 from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
+from .ready_line import ready_json, ready_line
 from .stop_signal import StopSignal, run_until_signal
 
 # Engine options that an API server also uses.
@@ -51,6 +53,8 @@ TEXT_OPTIONS = (
     "embedding_model",
     "tool_call_parser",
     "chat_template",
+    "system_prompt",
+    "default_sampling",
     "special_tokens_in_content",
     "open_tool_arguments",
 )
@@ -73,9 +77,12 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if the server cannot start."""
     limit_heap()
-    settings = settings_from(model, memory, scheduling, server_flags, limits, machines)
+    settings = settings_from(model, memory, scheduling, server_flags, limits, machines, takes_models=True)
     _check_machines(settings)
     log_to_stderr(settings.server.log_format, settings.server.log_level)
+    if settings.models:
+        run_until_signal(lambda stop: _start_and_serve(settings, stop))
+        return
     name = settings.server.served_model_name or model_name(model_path(settings.engine.model))
     server = msgspec.structs.replace(settings.server, served_model_name=name)
     settings = msgspec.structs.replace(settings, server=server)
@@ -89,17 +96,43 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     await check_ports(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    async with open_engine(settings) as engine:
-        await _serve_until(stop, engine, settings)
+    async with open_models(settings) as models:
+        await _serve_until(stop, models, settings)
 
 
 @asynccontextmanager
-async def open_engine(settings: Settings) -> AsyncIterator[Engine[Core]]:
-    """Run an engine with its texts. Raises ModelError or ConfigError."""
+async def open_models(settings: Settings) -> AsyncIterator[ModelCatalog]:
+    """Run the engine of each model. Raises ModelError or ConfigError."""
+    if not settings.models:
+        async with open_engine(settings) as engine:
+            yield ModelCatalog.of_one(str(settings.server.served_model_name), engine)
+        return
+    served: list[CatalogModel] = []
+    async with AsyncExitStack() as stack:
+        for entry in settings.models:
+            engine = await stack.enter_async_context(open_engine(settings_of(entry, settings), f"{entry.name}-engine"))
+            served.append(CatalogModel(entry.name, engine, entry.name if served else ""))
+        yield ModelCatalog(served, settings.aliases)
+
+
+def settings_of(entry: ModelEntry, settings: Settings) -> Settings:
+    """Return the settings of one model's engine. An encoder gets no size of a KV cache from the other models."""
+    engine = entry.engine
+    if is_encoder(model_path(engine.model)):
+        for name in ("kv_cache_memory", "max_model_len"):
+            if getattr(engine, name) == getattr(settings.engine, name):
+                engine = msgspec.structs.replace(engine, **{name: None})
+    server = msgspec.structs.replace(settings.server, served_model_name=entry.name)
+    return Settings(engine=engine, server=server)
+
+
+@asynccontextmanager
+async def open_engine(settings: Settings, name: str = "engine") -> AsyncIterator[Engine[Core]]:
+    """Run an engine with its texts; log lines of its processes have their `name`. Raises ModelError or ConfigError."""
     _log.info("reading the tokenizer", model=settings.engine.model or "bundled demo")
     async with AsyncExitStack() as stack:
         core, (text_processor, encoder_texts) = await _together(
-            stack.enter_async_context(_core(settings)), asyncio.to_thread(load_texts, settings.engine)
+            stack.enter_async_context(_core(settings, name)), asyncio.to_thread(load_texts, settings.engine)
         )
         _warn_of_missing(settings, text_processor)
         engine = Engine(core, text_processor, encoder_texts)
@@ -127,7 +160,7 @@ def _warn_of_missing(settings: Settings, text_processor: TextProcessor) -> None:
 
 
 @asynccontextmanager
-async def _core(settings: Settings) -> AsyncIterator[Core]:
+async def _core(settings: Settings, name: str) -> AsyncIterator[Core]:
     """Run the engine, in this process, in others or on other machines; load and save the prefix snapshot."""
     server = settings.server
     if server.engine_hosts is not None:
@@ -135,7 +168,7 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
         async with connected_cluster(settings, Members(server.engine_hosts), secret) as cluster:
             yield cluster
     elif not server.in_process:
-        async with engine_processes(settings) as pool:
+        async with engine_processes(settings, name) as pool:
             yield pool
     else:
         with shown_loading(settings.engine, terminal(server.log_format)) as planned:
@@ -169,76 +202,18 @@ def _check_machines(settings: Settings) -> None:
     Members(server.engine_hosts)
 
 
-async def _serve_until(stop: StopSignal, engine: Engine[Core], settings: Settings) -> None:
-    info = engine.info
+async def _serve_until(stop: StopSignal, models: ModelCatalog, settings: Settings) -> None:
+    info = models.main.info
     stop.cancel_start = None
     server = Server(PrometheusObserver(version("quire"), info.isa, info.threads, info.threads_reason))
-    await server.start(engine, settings.server)
+    await server.start_models(models, settings.server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     tune_collector()
     favor_event_loop()
     try:
         json_logs = settings.server.log_format == "json"
-        print((_ready_json if json_logs else _ready_line)(settings, engine, server), flush=True)
+        print((ready_json if json_logs else ready_line)(settings, models, server), flush=True)
         await stop.wait()
         await server.drain(settings.server.shutdown_timeout)
     finally:
         await server.close()
-
-
-def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str:
-    info = engine.info
-    config = settings.engine
-    scheme = "http" if settings.server.tls_cert is None else "https"
-    api = f"api {scheme}://{server.openai_address}/v1  " if server.openai_address else ""
-    ollama = f"ollama {scheme}://{server.ollama_address}  " if server.ollama_address else ""
-    processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
-    return (
-        f"quire ready: clients {server.address}  metrics http://{server.operator_address}/metrics  {api}{ollama}"
-        f"model {config.model or 'bundled demo'} {_dtypes(settings, info)}  "
-        f"{_sizes(info)}  "
-        f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"
-    )
-
-
-def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str:
-    """Return the ready line as a log event."""
-    info = engine.info
-    scheme = "http" if settings.server.tls_cert is None else "https"
-    fields = {
-        "clients": server.address,
-        "metrics": f"http://{server.operator_address}/metrics",
-        "api": f"{scheme}://{server.openai_address}/v1" if server.openai_address else None,
-        "ollama": f"{scheme}://{server.ollama_address}" if server.ollama_address else None,
-        "model": settings.engine.model or "bundled demo",
-        "dtypes": _dtypes(settings, info).strip("()"),
-        "pages": info.num_pages,
-        "page_size": info.page_size,
-        "max_model_len": info.max_model_len,
-        "threads": info.threads,
-        "threads_reason": info.threads_reason,
-        "isa": info.isa,
-        "engine_processes": info.num_processes,
-    }
-    return json_event("quire ready", **fields)
-
-
-def _dtypes(settings: Settings, info: EngineInfo) -> str:
-    config = settings.engine
-    hosts = settings.server.engine_hosts
-    if hosts is not None:
-        return f"at {hosts}"
-    if not info.generates:
-        return f"(encoder, {config.weights})"
-    spec = read_spec(model_path(config.model))
-    states = f", states {config.state_dtype}" if spec.has_matrices else ""
-    return f"({weights_text(spec, config.weights)}, KV {config.kv_cache_dtype}{states})"
-
-
-def _sizes(info: EngineInfo) -> str:
-    pages = f"{info.num_pages} pages of {info.page_size} tokens" if info.generates else ""
-    encoder = info.encoder
-    if encoder is None:
-        return pages
-    what = "scores" if encoder.num_labels else f"vectors of {encoder.dimensions}"
-    return f"{pages}{'  ' if pages else ''}{what}, texts of up to {encoder.max_model_len} tokens"

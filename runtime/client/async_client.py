@@ -49,6 +49,7 @@ class RequestOptions(TypedDict, total=False):
     # {"type": "image", "image": the bytes of a file}, or OpenAI's image_url with a data URL.
     messages: Sequence[Mapping[str, Any]]
     chat: ChatOptions | None  # options of a chat: tools; reasoning and tool calls apart from the text
+    model: str  # name of a served model; default: the server's first one that generates text
     deadline_ms: int | None  # milliseconds from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
@@ -62,6 +63,7 @@ class RequestOptions(TypedDict, total=False):
 class EmbedOptions(TypedDict, total=False):
     """Options of a request to embed or to score texts."""
 
+    model: str  # name of a served model; default: the server's first one that makes vectors or scores
     truncate_prompt_tokens: int | None  # keep this many tokens of a text that is too long; -1: as many as possible
     deadline_ms: int | None  # milliseconds from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
@@ -148,6 +150,7 @@ class AsyncClient:
             chat=chat,
             prompt_cache_key=options.get("prompt_cache_key", ""),
             images=images,
+            model=options.get("model", ""),
         )
         return TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress")).chunks()
 
@@ -200,11 +203,14 @@ class AsyncClient:
         frame = AskScores(next(self._ids), query, as_documents(query, documents), **options)
         return (await receive_values(self._entered(), frame, on_progress))[:, 0]
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
+    async def tokenize(self, text: str, add_special_tokens: bool = True, *, model: str = "") -> tuple[int, ...]:
+        """Return the token ids of `text` by a model of this name; by default, the first one that generates text.
+
+        Raises InvalidRequest if the model has no tokenizer.
+        """
         if not isinstance(text, str) or not isinstance(add_special_tokens, bool):
             raise InvalidRequest(f"tokenize takes text and a bool, not {shown(text)} and {shown(add_special_tokens)}")
-        return (await self._ask(Tokenize(next(self._ids), text, add_special_tokens), Tokenized)).token_ids
+        return (await self._ask(Tokenize(next(self._ids), text, add_special_tokens, model), Tokenized)).token_ids
 
     async def models(self) -> tuple[ServedModel, ...]:
         """Return the names and limits of the served models."""

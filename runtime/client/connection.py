@@ -143,6 +143,8 @@ class ClientConnection:
             frame = msgspec.structs.replace(frame, prompt_cache_key="")  # the output is the same without it
         if isinstance(frame, Generate) and frame.images and "images" not in self._welcome.result().features:
             raise InvalidRequest("this server is of an earlier release, which takes no images")
+        if not isinstance(frame, Resume | ListModels | AskStats) and frame.model and "models" not in self.features:
+            raise InvalidRequest("this server is of an earlier release, which serves one model; leave out model")
         inbox: Inbox = asyncio.Queue()
         if self.lost is not None:
             inbox.put_nowait(ConnectionLost(copy.copy(self.lost)))

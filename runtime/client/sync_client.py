@@ -113,9 +113,9 @@ class Client:
         """Return a score of each document for the query, as `AsyncClient.score` does."""
         return self._await(self._client.score(query, documents, on_progress=on_progress, **options))
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
-        return self._await(self._client.tokenize(text, add_special_tokens))
+    def tokenize(self, text: str, add_special_tokens: bool = True, *, model: str = "") -> tuple[int, ...]:
+        """Return the token ids of `text`, as `AsyncClient.tokenize` does."""
+        return self._await(self._client.tokenize(text, add_special_tokens, model=model))
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return the names and limits of the served models."""

@@ -206,6 +206,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default="the model's own",
         ),
     ] = None
+    system_prompt: Annotated[
+        str | None,
+        _memory("System message of chats that have none.", unit="text", default="none"),
+    ] = None
+    default_sampling: Annotated[
+        dict[str, float],
+        _memory(
+            "Sampling parameters of HTTP requests that leave them out, before the model's recommendation: temperature, "
+            "top_k, top_p, min_p and repetition_penalty, such as temperature=0.7,top_k=20.",
+            default="the model's recommendation",
+        ),
+    ] = {}
     special_tokens_in_content: Annotated[
         bool,
         _memory(
@@ -324,6 +336,8 @@ class EngineOptions(TypedDict, total=False):
     kv_events_topic: str
     tool_call_parser: ToolCallParser
     chat_template: str | None
+    system_prompt: str | None
+    default_sampling: dict[str, float]
     special_tokens_in_content: bool
     open_tool_arguments: bool
     max_images_per_request: int

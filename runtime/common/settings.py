@@ -15,6 +15,7 @@ import msgspec
 
 from .config import EngineConfig
 from .errors import ConfigError
+from .model_tables import ALIAS_TABLE, MODEL_TABLES, ONE_MODEL_OPTIONS, OWN_OPTIONS, ModelEntry, ModelsFile
 from .options import Option, nearest_name, options_of, suggestion
 from .server_config import ServerConfig
 
@@ -28,22 +29,67 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     server: ServerConfig
+    models: tuple[ModelEntry, ...] = ()  # models of a server with several; their options include those of `engine`
+    aliases: dict[str, str] = {}  # further name of a model -> its name
 
 
 def resolve_settings(
-    flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | Path | None = None
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    config_file: str | Path | None = None,
+    *,
+    takes_models: bool = False,
 ) -> Settings:
     """Return the settings that `flags`, the environment and the file give.
 
     `flags` are by option name; None means that the flag was not given. Text is parsed, so `kv_cache_memory="4GiB"` is
     accepted from every source. An empty environment variable counts as not set. The file is flat: `max_num_seqs = 32`.
+    If the command `takes_models`, the file may have tables `[models.NAME]`, which override its other options.
     Raises ConfigError.
     """
     options = options_of(EngineConfig) | options_of(ServerConfig)
-    given: dict[str, tuple[object, str]] = {}  # option name -> value, where it was set; a stronger source comes later
+    content: dict[str, Any] = {}
+    tables: ModelsFile | None = None
     if config_file is not None:
-        content = read_toml(Path(config_file))
-        given |= _one_source(((name, content[name], f"{name!r} in {config_file}") for name in content), options)
+        content, text = _read_toml(Path(config_file))
+        if content.keys() & {MODEL_TABLES, ALIAS_TABLE}:
+            if not takes_models:
+                raise ConfigError(f"{config_file} has tables of several models, which only `quire serve` takes")
+            tables = ModelsFile(content, text, str(config_file))
+            content = {name: content[name] for name in content if name not in (MODEL_TABLES, ALIAS_TABLE)}
+    shared = [(name, value, f"{name!r} in {config_file}") for name, value in content.items()]
+    values = _resolve(options, flags, environ, shared)
+    engine, server = _build(EngineConfig, values), _build(ServerConfig, values)
+    if tables is None:
+        return Settings(engine=engine, server=server)
+    _check_shared(engine, server)
+    entries = []
+    for name in tables.tables:
+        of_model = _resolve(options, flags, environ, shared, tables.options(name))
+        entries.append(ModelEntry(name=name, engine=_build(EngineConfig, of_model)))
+    return Settings(engine=engine, server=server, models=tuple(entries), aliases=tables.aliases)
+
+
+def _check_shared(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raise ConfigError for an option outside the tables of models that belongs into them, or that they exclude."""
+    for name in OWN_OPTIONS:
+        if getattr(engine, name) != getattr(EngineConfig(), name):
+            raise ConfigError(f"{name} cannot be given beside tables of models; write it into the table of a model")
+    for name in ONE_MODEL_OPTIONS:
+        if getattr(server, name) != getattr(ServerConfig(), name):
+            raise ConfigError(f"{name} cannot be given with tables of models")
+
+
+def _resolve(
+    options: Mapping[str, Option],
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    *from_files: Iterable[tuple[str, object, str]],
+) -> dict[str, Any]:
+    """Return the values of options by name; a later one of `from_files` is stronger. Raises ConfigError."""
+    given: dict[str, tuple[object, str]] = {}  # option name -> value, where it was set; a stronger source comes later
+    for source in from_files:
+        given |= _one_source(source, options)
     names = [name for option in options.values() for name in (option.name, option.alias) if name]
     variables = [(name, ENVIRONMENT_PREFIX + name.upper()) for name in names]
     set_ones = ((name, environ[variable], variable) for name, variable in variables if environ.get(variable))
@@ -53,8 +99,7 @@ def resolve_settings(
         if options[name].is_of_machine:
             del given[name]
     given |= _one_source(((name, value, name) for name, value in flags.items() if value is not None), options)
-    values = {name: options[name].convert(value, where) for name, (value, where) in given.items()}
-    return Settings(engine=_build(EngineConfig, values), server=_build(ServerConfig, values))
+    return {name: options[name].convert(value, where) for name, (value, where) in given.items()}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -83,9 +128,15 @@ def convert_table(struct: type[S], table: Mapping[str, object], where: str) -> S
 
 def read_toml(path: Path, what: str = "") -> dict[str, Any]:
     """Return the content of a TOML file. Raises ConfigError that says `what` it is if it cannot be read."""
+    return _read_toml(path, what)[0]
+
+
+def _read_toml(path: Path, what: str = "") -> tuple[dict[str, Any], str]:
+    """Return the content of a TOML file, and its text. Raises ConfigError."""
     name = f"{what} {path}".lstrip()
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        return tomllib.loads(text), text
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -25,6 +25,7 @@ from .facade import (
     StepStats,
 )
 from .snapshot import check_snapshot_path, prefix_snapshot
+from .stats import sum_stats
 from .text import has_tokenizer
 from .text_processor import TextProcessor
 from .validator import check_images
@@ -60,4 +61,5 @@ __all__ = [
     "load_texts",
     "models_digest",
     "prefix_snapshot",
+    "sum_stats",
 ]

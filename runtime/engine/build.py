@@ -92,6 +92,9 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
     """Return the processors of texts, for the model that generates and for the encoder. Raises ModelError."""
     path = model_path(config.model)
     if is_encoder(path):
+        for name in ("system_prompt", "default_sampling"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} cannot be given with a model that is an encoder; leave it out")
         texts = EncoderText(path, read_encoder(path))
         return TextProcessor(texts.tokenizer, None), texts
     text_processor = TextProcessor.load(
@@ -100,6 +103,8 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
         chat_template=config.chat_template,
         special_tokens_in_content=config.special_tokens_in_content,
         open_tool_arguments=config.open_tool_arguments,
+        system_prompt=config.system_prompt,
+        default_sampling=config.default_sampling,
     )
     if config.draft_model is not None:
         _check_vocabulary(text_processor.tokenizer, model_path(config.draft_model))

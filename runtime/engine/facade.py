@@ -55,6 +55,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora: str = ""  # name of the adapter that changes the model; empty: none
     cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
     prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
+    model: str = ""  # the server's model whose engine computes the request; empty: its first model
 
     def text_bytes(self) -> int:
         """Estimate the memory in bytes of the text to tokenize, counting at most `MAX_COUNTED` values.
@@ -91,6 +92,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None  # milliseconds from submission
     input_name: str = "inputs[{}]"  # name of an input in messages; {} stands for its index
     query_name: str = "query"  # name of `query` in messages
+    model: str = ""  # the server's model whose engine computes the request; empty: its first model
 
     def text_bytes(self) -> int:
         """Estimate the memory in bytes of the texts."""

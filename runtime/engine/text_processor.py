@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,8 @@ FILE_SAMPLING = {
 
 SPACES = ("\n", "\n\n", "\n\n\n", " ", "  ", "\t", " \n", "\r\n")  # white space that templates put around markers
 
+SYSTEM_ROLES = ("system", "developer")  # roles of messages that replace the system prompt of the options
+
 _log = structlog.get_logger("quire.text")
 
 
@@ -65,8 +68,10 @@ class TextProcessor:
         special_tokens_in_content: bool = False,
         open_tool_arguments: bool = False,
         chat_problem: str = NO_TEMPLATE,
+        system_prompt: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._system_prompt = system_prompt  # system message of chats that have none
         self.open_tool_arguments = open_tool_arguments
         self.chat_template = chat_template
         self.chat_problem = "" if chat_template is not None else chat_problem  # reason why chats are refused
@@ -90,25 +95,33 @@ class TextProcessor:
         chat_template: str | None = None,
         special_tokens_in_content: bool = False,
         open_tool_arguments: bool = False,
+        system_prompt: str | None = None,
+        default_sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> TextProcessor:
         """Read the tokenizer and templates of a folder or GGUF file. The file `chat_template` replaces the model's.
 
+        `default_sampling` replaces recommendations of the model.
+
         If the model's template cannot be used, `chat_problem` says why. Raises CorruptCheckpoint or UnsupportedModel,
-        and ConfigError for a file `chat_template` that cannot be used.
+        and ConfigError for a file `chat_template`, a `system_prompt` or `default_sampling` that cannot be used.
         """
+        given_sampling = checked_sampling(default_sampling)
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         if not is_gguf(path):
             _warn_of_end_ids(path)
         return_unused_memory()  # building a tokenizer frees as much memory as it keeps
         template, problem = load_template(path, chat_template)
+        if system_prompt is not None and template is None:
+            raise ConfigError(f"system_prompt cannot be used: {problem}")
         return cls(
             tokenizer,
             template,
-            {**_default_sampling(text_folder(path)), **_file_sampling(path)},
+            {**_default_sampling(text_folder(path)), **_file_sampling(path), **given_sampling},
             tool_call_parser,
             special_tokens_in_content=special_tokens_in_content,
             open_tool_arguments=open_tool_arguments,
             chat_problem=problem,
+            system_prompt=system_prompt,
         )
 
     @property
@@ -191,6 +204,8 @@ class TextProcessor:
     ) -> RenderedChat:
         """Return a chat as prompt text that includes its special tokens. Raises InvalidRequest."""
         assert self.chat_template is not None, "Validator.check_prompt refuses chats for a model without template"
+        if self._system_prompt is not None and not any(each.get("role") in SYSTEM_ROLES for each in messages):
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
         marks = None if self._chat_tokens is None else self._chat_tokens.marks
         return self.chat_template.render_marked(messages, tools, variables, syntax=self.markup.calls, marks=marks)
 
@@ -237,6 +252,22 @@ def load_template(path: Path, given: str | None) -> tuple[ChatTemplate | None, s
         if given is not None:
             raise ConfigError(f"chat_template: {given}: {error}") from error
         return None, f"this model's chat template cannot be used: {error}; --chat-template FILE replaces it"
+
+
+def checked_sampling(sampling: Mapping[str, float]) -> dict[str, float]:
+    """Return the parameters of the option `default_sampling`. Raises ConfigError for one that no request may have."""
+    found: dict[str, float] = {}
+    for name, value in sampling.items():
+        if name not in SAMPLING_RANGES:
+            names = ", ".join(SAMPLING_RANGES)
+            raise ConfigError(f"default_sampling: {name!r} is not one of {names}")
+        check, least, most = SAMPLING_RANGES[name]
+        try:
+            found[name] = int(value) if name == "top_k" and float(value).is_integer() else value
+            check(name, found[name], least, most)
+        except InvalidRequest as error:
+            raise ConfigError(f"default_sampling: {error}") from None
+    return found
 
 
 def _file_sampling(path: Path) -> dict[str, float]:

@@ -51,15 +51,19 @@ FEATURES = (
     "embeddings",
     "heartbeat",
     "images",
+    "models",
     "pins",
     "progress",
     "tools",
 )  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 MAX_CACHE_KEY = 256  # characters
+MAX_MODEL_NAME = 1024  # characters
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
+# Name of a served model, sent if `models` was negotiated; empty: the first model that can do the task.
+ModelName = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_NAME)]
 Message = dict[str, Any]  # message of a chat: `role`, `content` and other keys that the model's template uses
 IdempotencyKey = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -98,6 +102,7 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     prompt_cache_key: Annotated[str, msgspec.Meta(max_length=MAX_CACHE_KEY)] = ""
     # Sent if `images` was negotiated: image files, one for each part `{"type": "image"}` of the messages, in order.
     images: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_IMAGES)] = ()
+    model: ModelName = ""
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -124,6 +129,7 @@ class AskVectors(_Frame, tag="EMBED", frozen=True):
     deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # milliseconds from arrival
     priority: int = 0  # requests with a lower number run earlier
     credit: NumTokens | None = None  # texts whose values may be sent before CREDIT; None: no limit
+    model: ModelName = ""
 
 
 class AskScores(_Frame, tag="SCORE", frozen=True):
@@ -134,12 +140,14 @@ class AskScores(_Frame, tag="SCORE", frozen=True):
     deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # milliseconds from arrival
     priority: int = 0  # requests with a lower number run earlier
     credit: NumTokens | None = None  # scores that may be sent before CREDIT; None: no limit
+    model: ModelName = ""
 
 
 class Tokenize(_Frame, tag="TOKENIZE", frozen=True):
     request_id: RequestId
     text: str
     add_special_tokens: bool = True
+    model: ModelName = ""
 
 
 class ListModels(_Frame, tag="MODELS", frozen=True):

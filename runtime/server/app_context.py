@@ -8,7 +8,7 @@ import structlog
 
 from ..common.logs import BoundedLog
 from ..common.server_config import ServerConfig
-from ..engine.facade import EngineFacade
+from .models.catalog import ModelCatalog
 from .monitoring import PrometheusObserver
 from .requests.live_requests import LiveRequests
 from .requests.resume import ReplayStore
@@ -22,7 +22,7 @@ _log = structlog.get_logger("quire.server")
 class AppContext:
     """The objects that all connections of one server share. Made once by `Server.start`."""
 
-    engine: EngineFacade
+    models: ModelCatalog
     config: ServerConfig
     observer: PrometheusObserver
     keyring: Keyring

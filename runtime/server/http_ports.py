@@ -47,21 +47,20 @@ async def check_http_ports(config: ServerConfig) -> None:
 async def new_routers(
     context: AppContext,
     readiness: Readiness,
-    model: str,
     metrics: OperatorServer | None,
     opening: contextlib.AsyncExitStack,
 ) -> dict[str, HTTPRouter]:
     """Return the router of each port by its option. The port of Ollama's clients has the other APIs, too."""
     bodies = BodyReader()
     opening.callback(bodies.close)
-    openai = OpenAIDoor(context, readiness, model, bodies, metrics)
-    doors: list[Door] = [openai, AnthropicDoor(context, model, bodies)]
+    openai = OpenAIDoor(context, readiness, bodies, metrics)
+    doors: list[Door] = [openai, AnthropicDoor(context, bodies)]
     folder = context.config.batch_folder
     if folder is not None and context.config.serves_api:
         worker = await open_batches(context, openai, Path(folder))
         opening.push_async_callback(worker.close)
         doors.append(BatchDoor(worker, bodies))
-    ollama = OllamaDoor(context, model, bodies)
+    ollama = OllamaDoor(context, bodies)
     return {OPENAI: HTTPRouter(context, doors), OLLAMA: HTTPRouter(context, [ollama, *doors])}
 
 

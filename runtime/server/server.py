@@ -26,6 +26,7 @@ from .app_context import AppContext
 from .http import HTTPConnection, plain_answer
 from .http_ports import OLLAMA, OPENAI, check_http_ports, listen_http, new_routers
 from .memory_limits import MemoryLimits
+from .models.catalog import ModelCatalog
 from .monitoring import (
     ClientLoad,
     OperatorServer,
@@ -83,6 +84,10 @@ class Server:
         return [] if self._context is None else self._context.requests.oldest(limit)
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
+        """Serve one model as `start_models`, under its name in `config`."""
+        await self.start_models(ModelCatalog.of_one(config.served_model_name or DEFAULT_MODEL_NAME, engine), config)
+
+    async def start_models(self, models: ModelCatalog, config: ServerConfig) -> None:
         """Bind the sockets and serve. Raises ConfigError for an address that is unusable or not allowed."""
         keyring, self._tls = await check_config(config)
         async with contextlib.AsyncExitStack() as opening:
@@ -94,23 +99,22 @@ class Server:
 
             http_listening = await listen_http(config, opening)
 
-            engine.set_observer(self.observer)
+            models.set_observer(self.observer)
             texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes // keyring.num_tenants)
-            requests = LiveRequests(engine, self.observer, texts)
+            requests = LiveRequests(models, self.observer, texts)
             replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
             operator_address = str(operator_listening.address)
             http_addresses = {name: str(each.address) for name, each in http_listening.items()}
             openai_address = http_addresses.get(OPENAI, "")
             context = AppContext(
-                engine, config, self.observer, keyring, requests, replays, operator_address, openai_address
+                models, config, self.observer, keyring, requests, replays, operator_address, openai_address
             )
-            readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
+            readiness = Readiness(models.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
             operators = self._serve_operators(context, readiness, operator_listening, opening)
             max_connections = _connections_per_port(config, num_ports=1 + len(http_listening))
-            model = config.served_model_name or DEFAULT_MODEL_NAME
             metrics = operators if config.openai_metrics else None
-            routers = await new_routers(context, readiness, model, metrics, opening)
+            routers = await new_routers(context, readiness, metrics, opening)
             for name, socket in http_listening.items():
                 self._serve_clients(
                     socket,
@@ -195,20 +199,18 @@ class Server:
         listening: ListeningSocket,
         opening: contextlib.AsyncExitStack,
     ) -> OperatorServer:
-        engine = context.engine
+        models = context.models
         config = context.config
-        model = config.served_model_name or DEFAULT_MODEL_NAME
-        mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
+        mirror = VllmNames(models.main.name, lambda: models.main.info) if config.metrics_compat == "vllm" else None
         self.observer.watch(
-            engine.stats,
+            models.stats,
             lambda: ClientLoad(self.num_connections, context.held_bytes()),
             mirror,
-            engine.host_statuses,
+            models.host_statuses,
         )
         status = StatusCollector(
-            engine,
+            models,
             self.observer,
-            model=model,
             problem=readiness.problem,
             num_connections=lambda: self.num_connections,
             live_requests=self.live_requests,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -24,7 +23,7 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError, SnapshotNotSaved, Unavailable
 from ..common.settings import Settings
-from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
+from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus, sum_stats
 from ..model.runner import pick_cpus
 from ..net.address import MAX_PORT
 from .engine_link import LogOptions
@@ -57,6 +56,7 @@ class EnginePool:
         num_processes: int = 0,
         snapshot: str | None = None,
         log: LogOptions | None = None,
+        name: str = "engine",
     ) -> EnginePool:
         """Return a pool whose processes are all ready; 0 processes: one for each NUMA node.
 
@@ -72,7 +72,7 @@ class EnginePool:
                     restart_timeout_s=restart_timeout_s,
                     cpus=cpus if len(places) > 1 else None,
                     snapshot=snapshot if snapshot is None or len(places) == 1 else f"{snapshot}.{index}",
-                    name=f"engine-{index}",
+                    name=f"{name}-{index}",
                     log=log,
                 )
             )
@@ -153,7 +153,7 @@ class EnginePool:
                 counters.append(member.counters())
         if problem is not None and not ready:
             raise problem
-        return _sum(ready, counters)
+        return sum_stats(ready, counters)
 
     def host_statuses(self) -> Sequence[HostStatus] | None:
         return None
@@ -248,8 +248,11 @@ class EnginePool:
 
 
 @asynccontextmanager
-async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
-    """Run engine processes on this machine. Raises SnapshotNotSaved at the end if a cache was not saved."""
+async def engine_processes(settings: Settings, name: str = "engine") -> AsyncIterator[EnginePool]:
+    """Run engine processes on this machine; log lines have their `name`.
+
+    Raises SnapshotNotSaved at the end if a cache was not saved.
+    """
     server = settings.server
     pool = await EnginePool.launch(
         settings.engine,
@@ -258,6 +261,7 @@ async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
         num_processes=server.engine_processes,
         snapshot=server.prefix_snapshot,
         log=(server.log_format, server.log_level),
+        name=name,
     )
     try:
         yield pool
@@ -301,18 +305,3 @@ def _endpoint(option: str, endpoint: str | None, index: int) -> str | None:
     if not port.isdecimal() or int(port) + index > MAX_PORT:
         raise ConfigError(f"{option}: {endpoint!r} has no port for engine process {index}, such as tcp://*:5557 has")
     return f"{address}:{int(port) + index}"
-
-
-def _sum(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]]) -> EngineStats:
-    """Add up stats, and the counters of engines without stats."""
-    if len(all_stats) == 1 and not counters:
-        return all_stats[0]
-    reasons: Counter[str] = Counter()
-    for stats in all_stats:
-        reasons.update(stats.waiting_by_reason)
-    names = [name for name in EngineStats.__struct_fields__ if name != "waiting_by_reason"]
-    sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
-    for counts in counters:
-        for name, count in counts.items():
-            sums[name] += count
-    return EngineStats(waiting_by_reason=dict(reasons), **sums)

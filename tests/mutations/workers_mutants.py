@@ -562,7 +562,7 @@ MUTANTS = [
         "tests/runtime/workers/test_engine_pool.py",
     ),
     Mutant(
-        "runtime/workers/engine_pool.py",
+        "runtime/engine/stats.py",
         "        reasons.update(stats.waiting_by_reason)",
         "        reasons = Counter(stats.waiting_by_reason)",
         "why requests wait is counted at one engine only",

@@ -16,6 +16,7 @@ from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Generate, Hello, Welcome
 from quire.runtime.server.app_context import AppContext
+from quire.runtime.server.models.catalog import ModelCatalog
 from quire.runtime.server.monitoring import PrometheusObserver
 from quire.runtime.server.msgpack.connection import Connection
 from quire.runtime.server.requests.live_requests import LiveRequests
@@ -287,10 +288,11 @@ class FakeServer:
         keys = {hash_key(name): Tenant(name) for name in tenants}
         keyring = Keyring(keys, default_tenant=None if keys else self.tenant)
         texts = EqualShares("texts", "max_text_bytes", lambda: self.config.max_text_bytes // keyring.num_tenants)
-        self.requests = LiveRequests(engine, self.observer, texts)
+        models = ModelCatalog.of_one(self.config.served_model_name or "quire", engine)
+        self.requests = LiveRequests(models, self.observer, texts)
         self.replays = ReplayStore(self.requests, self.config, lambda: keyring.num_tenants)
         self.context = AppContext(
-            engine, self.config, self.observer, keyring, self.requests, self.replays, "127.0.0.1:7071", "127.0.0.1:8000"
+            models, self.config, self.observer, keyring, self.requests, self.replays, "127.0.0.1:7071", "127.0.0.1:8000"
         )
         self.peers: list[FakePeer] = []
 

@@ -81,5 +81,5 @@ async def test_the_client_sends_all_three(serving: Callable[..., Any]) -> None:
         with pytest.raises(InvalidRequest):
             await client.tokenize("x" * 1_000_000)
         (model,) = await client.models()
-        assert (model.name, model.vocab_size, model.has_tokenizer) == ("", 4096, True)
+        assert (model.name, model.vocab_size, model.has_tokenizer) == ("quire", 4096, True)
         assert (await client.stats())["pages_total"] == real.engine.stats().pages_total

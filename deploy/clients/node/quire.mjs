@@ -9,8 +9,8 @@ const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_
 const CONNECT_MS = 10_000, NEXT_ADDRESS_MS = 2_000; // time for an answer of the last address, of one before another
 const FIRST_BACK_OFF_MS = 1_000, LAST_BACK_OFF_MS = 30_000; // pause in which an address that has failed is tried last
 const MAX_FRUITLESS = 5; // servers that accepted a request and were lost before its next token: it may crash them
-const FEATURES = ["cache_key", "continue", "embeddings", "heartbeat", "images", "tools"];
-const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, promptCacheKey, idempotencyKey and resumable";
+const FEATURES = ["cache_key", "continue", "embeddings", "heartbeat", "images", "models", "tools"];
+const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, promptCacheKey, idempotencyKey, resumable and model";
 const CREDIT = 256; // most tokens, or texts, of a request that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
 
@@ -42,7 +42,7 @@ export class Client {
   // Chunks { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage }; the last one has `usage`.
   async *generate(prompt, params = {}, options = {}) {
     const { messages, chat, deadlineMs, priority = 0, pinMs, promptCacheKey, idempotencyKey, resumable = false,
-      ...unknown } = options;
+      model, ...unknown } = options;
     for (const name in unknown) throw new TypeError(`generate has no option '${name}'; the options are ${OPTIONS}`);
     const id = this.#nextId++, endsAt = Date.now() + deadlineMs, survives = resumable || this.#servers.length > 1;
     const [texts, images] = takeImages(messages);
@@ -50,9 +50,11 @@ export class Client {
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
     if (images.length && !this.#features.includes("images")) throw new QuireError("INVALID_ARGUMENT", "this server takes no images");
+    this.#checkModel(model);
     const fingerprint = this.#fingerprint, outputs = Array.from({ length: params.n ?? 1 }, () => []); // received ids
-    const ask = (frame, generated, done = []) => { // adds outputs that another server began, the key, and images
+    const ask = (frame, generated, done = []) => { // adds outputs that another server began, the key, images and the model
       const key = this.#features.includes("cache_key") ? promptCacheKey : undefined;
+      if (model) return this.#ask(id, [...frame, generated, done, key ?? "", images, model]);
       if (images.length) return this.#ask(id, [...frame, generated, done, key ?? "", images]);
       return this.#ask(id, short(generated || key ? [...frame, generated, done, key] : frame));
     };
@@ -121,11 +123,17 @@ export class Client {
   // One number per document, as an array: how well it answers the query.
   score(query, documents, options = {}) { return this.#values("SCORE", [query, documents], documents.length, options); }
 
-  async #values(type, what, count, { truncatePromptTokens, deadlineMs, priority = 0, onProgress, ...unknown }) {
+  #checkModel(model) {
+    if (model && !this.#features.includes("models")) throw new QuireError("INVALID_ARGUMENT", "this server serves one model; leave out model");
+  }
+
+  async #values(type, what, count, { truncatePromptTokens, deadlineMs, priority = 0, onProgress, model, ...unknown }) {
     for (const name in unknown) throw new TypeError(`${type} has no option '${name}'`);
     await this.#connected();
     if (!this.#features.includes("embeddings")) throw new QuireError("INVALID_ARGUMENT", "this server makes no embeddings");
-    const id = this.#nextId++, inbox = this.#ask(id, [type, id, ...what, truncatePromptTokens, deadlineMs, priority, CREDIT]);
+    this.#checkModel(model);
+    const frame = [...what, truncatePromptTokens, deadlineMs, priority, CREDIT, ...(model ? [model] : [])];
+    const id = this.#nextId++, inbox = this.#ask(id, [type, id, ...frame]);
     const values = [];
     try {
       for (;;) {

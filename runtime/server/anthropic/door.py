@@ -12,16 +12,16 @@ import msgspec
 
 from ...common.prompts import shown
 from ..app_context import AppContext
-from ..http.calls import with_adapter
+from ..http.calls import for_model
 from ..http.errors import BadRequest, DoorForm, HTTPAnswer
 from ..http.fields import Fields
 from ..http.json_body import BodyReader
-from ..http.logprobs import Vocabulary
 from ..http.playback import answer_call
 from ..http.request_cycle import EVENT_HEADERS, RequestCycle
 from ..http.request_reader import RequestReader
 from ..http.router import Route, Routes
-from ..http.served_models import ServedModels
+from ..http.served_models import check_model, vocabularies
+from ..models.catalog import ModelName
 from .calls import FIELD_NAMES, MESSAGE_FIELDS, check_fields, count_request, message_call
 from .errors import error_answer, error_event
 from .formats import PING, MessageFormat
@@ -40,13 +40,12 @@ class AnthropicDoor:
     form = ANTHROPIC_FORM
     takes_any_type = False
 
-    def __init__(self, context: AppContext, model: str, bodies: BodyReader) -> None:
+    def __init__(self, context: AppContext, bodies: BodyReader) -> None:
         self._context = context
-        self._model = model
         self._started = datetime.now(UTC).replace(microsecond=0)
-        self._models = ServedModels(model, context.engine)
-        self._reader = RequestReader(context, self._models.check, bodies)
-        self._vocabulary = Vocabulary(context.engine.token)
+        self._models = context.models
+        self._reader = RequestReader(context, partial(check_model, context.models), bodies)
+        self._vocabularies = vocabularies(context.models)
         self.paths: dict[str, dict[str, Route]] = {
             MESSAGES: {"POST": Route(self._answer_message, takes_body=True)},
             COUNT_TOKENS: {"POST": Route(self._count_tokens, takes_body=True)},
@@ -68,13 +67,11 @@ class AnthropicDoor:
         with self._reader.reporting(cycle):
             self._reader.check_accepting()
             num_bytes = len(cycle.body)
-            fields = await self._fields(cycle)
-            num_bytes += await self._reader.fetch_images(fields, cycle.authenticated.name)
-            read = partial(message_call, fields, self._context.engine.info, cycle.authenticated.name)
-            name = fields.values.get("model", "")
-            call = await self._reader.bodies.read(cycle.authenticated.name, num_bytes, read)
-            call = with_adapter(call, name, self._context.engine.info)
-        form = MessageFormat(call, call.model or self._model, self._vocabulary)
+            fields, model = await self._fields(cycle)
+            num_bytes += await self._reader.fetch_images(fields, model.info, cycle.authenticated.name)
+            read = partial(message_call, fields, model.info, cycle.authenticated.name)
+            call = for_model(await self._reader.bodies.read(cycle.authenticated.name, num_bytes, read), model)
+        form = MessageFormat(call, call.model, self._vocabularies[model.model.key])
         answering = answer_call(cycle, call, form, self._context)
         del call, fields, read  # the objects hold the prompt
         await answering
@@ -83,18 +80,18 @@ class AnthropicDoor:
         cycle.field_names = FIELD_NAMES
         with self._reader.reporting(cycle):
             num_bytes = len(cycle.body)
-            fields = await self._fields(cycle)
-            num_bytes += await self._reader.fetch_images(fields, cycle.authenticated.name)
-            read = partial(count_request, fields, self._context.engine.info, cycle.authenticated.name)
+            fields, model = await self._fields(cycle)
+            num_bytes += await self._reader.fetch_images(fields, model.info, cycle.authenticated.name)
+            read = partial(count_request, fields, model.info, cycle.authenticated.name)
             request = await self._reader.bodies.read(cycle.authenticated.name, num_bytes, read)
-            tokens = await self._reader.tokens_of(request)
+            tokens = await self._reader.tokens_of(model.model.engine, request)
         cycle.respond(_json({"input_tokens": len(tokens)}))
 
-    async def _fields(self, cycle: RequestCycle) -> Fields:
-        """Return the fields of a body. Raises BadRequest, or the refusal of a long body."""
-        fields = await self._reader.fields(cycle, MESSAGE_FIELDS)
+    async def _fields(self, cycle: RequestCycle) -> tuple[Fields, ModelName]:
+        """Return the fields of a body, and its model. Raises BadRequest, or the refusal of a long body."""
+        fields, model = await self._reader.fields(cycle, MESSAGE_FIELDS)
         check_fields(fields)
-        return fields
+        return fields, model
 
     async def _list_models(self, cycle: RequestCycle) -> None:
         query = dict(parse_qsl(cycle.target.partition("?")[2]))
@@ -113,13 +110,14 @@ class AnthropicDoor:
 
     async def _one_model(self, cycle: RequestCycle) -> None:
         name = unquote(cycle.target.partition("?")[0].removeprefix(f"{MODELS}/"))
-        self._models.check(Fields({"model": name}), "any")
+        check_model(self._models, Fields({"model": name}), "any")
         cycle.respond(_json(self._card(name)))
 
     def _card(self, name: str) -> dict[str, object]:
-        info = self._context.engine.info
-        is_own = name == self._model or name in info.adapters
-        length = info.max_model_len if is_own or info.encoder is None else info.encoder.max_model_len
+        found = self._models.find(name)
+        assert found is not None, "a name of this server"
+        info = found.info
+        length = info.encoder.max_model_len if found.is_encoder and info.encoder is not None else info.max_model_len
         return {
             "type": "model",
             "id": name,

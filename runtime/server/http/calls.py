@@ -18,6 +18,7 @@ from ...common.prompts import PLACE, chat_messages, shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
 from ...engine.validator import MAX_PRIORITY, check_num_images
+from ..models.catalog import ModelName
 from .errors import BadRequest
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -46,7 +47,7 @@ class Call:
     shows_tokens_as_ids: bool = False  # logprobs name tokens by their ids
     shows_stop_reason: bool = False
     cached_page_size: int = 0  # tokens of a page that stays in the cache, if the request asks for it
-    model: str = ""  # name of the adapter that computes the answer; empty: none
+    model: str = ""  # name of the model, as the request gives it
     shows_usage_so_far: bool = False  # each event of a stream has the usage so far
     name: str = field(default_factory=lambda: secrets.token_hex(16))  # name in the ids of the answer
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -66,12 +67,13 @@ def as_batch_line(call: Call, name: str) -> Call:
     return replace(call, requests=requests, name=call.name if call.store else name)
 
 
-def with_adapter(call: Call, name: str, info: EngineInfo) -> Call:
-    """Return a call with the adapter that a body's `model` names; the same call if it names the model."""
-    if name not in info.adapters:
-        return call
-    requests = tuple(msgspec.structs.replace(request, lora=name) for request in call.requests)
-    return replace(call, requests=requests, model=name)
+def for_model(call: Call, model: ModelName) -> Call:
+    """Return a call that the model computes, with the adapter that its name selects."""
+    key, lora = model.model.key, model.lora
+    if not key and not lora:
+        return replace(call, model=model.name)
+    requests = tuple(msgspec.structs.replace(request, model=key, lora=lora) for request in call.requests)
+    return replace(call, requests=requests, model=model.name)
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:

@@ -41,7 +41,7 @@ def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
 async def answer_call(cycle: RequestCycle, call: Call, form: Format, context: AppContext) -> None:
     """Submit a call whose output is not kept, and answer it. Raises a refusal."""
     try:
-        playback = Playback(cycle, call, context.engine)
+        playback = Playback(cycle, call, context.models.engine(call.requests[0].model))
         playback.submit(context.requests)
     except QuireError as error:
         context.requests.log.refused(cycle.authenticated.name, cycle.number, error.code, error.retry_after_ms)

@@ -10,21 +10,23 @@ from contextlib import contextmanager
 from functools import partial
 
 from ...common.errors import QuireError, Unavailable
-from ...engine.facade import GenerateRequest
+from ...engine.facade import EngineFacade, EngineInfo, GenerateRequest
 from ...engine.validator import check_num_images
 from ..app_context import AppContext
+from ..models.catalog import ModelName, Task
 from .fields import Fields
 from .image_urls import ImageFetcher
 from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
 from .request_cycle import RequestCycle
-from .served_models import Task
 
 
 class RequestReader:
     """Reads the requests of one API. All APIs share `bodies`."""
 
-    def __init__(self, context: AppContext, check_model: Callable[[Fields, Task], object], bodies: BodyReader) -> None:
-        """Check each body's model with `check_model`, which raises BadRequest."""
+    def __init__(
+        self, context: AppContext, check_model: Callable[[Fields, Task], ModelName], bodies: BodyReader
+    ) -> None:
+        """Find each body's model with `check_model`, which raises BadRequest."""
         self.bodies = bodies
         self._context = context
         self._check_model = check_model
@@ -35,8 +37,8 @@ class RequestReader:
         if self._context.leaves_at is not None:
             raise Unavailable("the server is shutting down; send this request elsewhere")
 
-    async def fields(self, cycle: RequestCycle, known: Set[str], task: Task = "text") -> Fields:
-        """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
+    async def fields(self, cycle: RequestCycle, known: Set[str], task: Task = "text") -> tuple[Fields, ModelName]:
+        """Return the body's fields, and its model. Raises BadRequest, or the refusal of a long body."""
         tenant = cycle.tenant
         body = cycle.body
         assert tenant is not None, "authenticated"
@@ -48,26 +50,25 @@ class RequestReader:
         finally:
             release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
-        self._check_model(fields, task)
-        return fields
+        return fields, self._check_model(fields, task)
 
-    async def fetch_images(self, fields: Fields, tenant: str) -> int:
+    async def fetch_images(self, fields: Fields, info: EngineInfo, tenant: str) -> int:
         """Replace the URLs of images at listed hosts by data URLs; return their bytes. Raises a refusal."""
         images = self._images.remote_images(fields.values)
         if not images:
             return 0
-        check_num_images(len(images), self._context.engine.info)
+        check_num_images(len(images), info)
         release = self._context.requests.texts.of(tenant).reserve(self._images.max_bytes)
         try:
             return await self._images.fetch(images)
         finally:
             release()
 
-    async def tokens_of(self, chat: GenerateRequest) -> tuple[int, ...]:
-        """Return the token ids of a chat. Raises a refusal."""
+    async def tokens_of(self, engine: EngineFacade, chat: GenerateRequest) -> tuple[int, ...]:
+        """Return the token ids of a chat for the model of `engine`. Raises a refusal."""
         release = self._context.requests.texts.of(chat.tenant).reserve(chat.text_bytes())
         try:
-            return await self._context.engine.tokenize_chat(chat)
+            return await engine.tokenize_chat(chat)
         finally:
             release()
 

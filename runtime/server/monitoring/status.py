@@ -15,7 +15,8 @@ import msgspec
 from msgspec import structs
 
 from ...common.errors import QuireError
-from ...engine.facade import EngineFacade, EngineInfo, EngineStats, HostStatus
+from ...engine.facade import EngineInfo, EngineStats, HostStatus
+from ..models.catalog import ModelCatalog
 from .history import History, Quantiles, Tick
 from .metrics import Ended, PrometheusObserver
 
@@ -111,22 +112,20 @@ class StatusCollector:
 
     def __init__(
         self,
-        engine: EngineFacade,
+        models: ModelCatalog,
         observer: PrometheusObserver,
         *,
-        model: str,
         problem: Callable[[], str | None],
         num_connections: Callable[[], int],
         live_requests: Callable[[int], Sequence[RequestStatus]],
     ) -> None:
-        self._engine = engine
+        self._models = models
         self._observer = observer
-        self._model = model
         self._problem = problem
         self._num_connections = num_connections
         self._live_requests = live_requests
         self._started = time.monotonic()
-        self.history = History(engine.stats, observer.generation_tokens, observer.prefill_tokens)
+        self.history = History(models.stats, observer.generation_tokens, observer.prefill_tokens)
         self._windows = {
             "time_to_first_token": self.history.window(observer.time_to_first_token),
             "inter_token": self.history.window(observer.inter_token_latency),
@@ -138,13 +137,13 @@ class StatusCollector:
     def collect(self) -> Status:
         now_s = time.time()
         return Status(
-            model=_cut(self._model),
+            model=_cut(", ".join(model.name for model in self._models.models)),
             version=self._observer.version,
             uptime_s=time.monotonic() - self._started,
             problem=self._problem(),
-            info=_answer(lambda: self._engine.info),
-            engine=_answer(self._engine.stats),
-            fleet=_fleet(self._engine.host_statuses()),
+            info=_answer(lambda: self._models.main.info),
+            engine=_answer(self._models.stats),
+            fleet=_fleet(self._models.host_statuses()),
             connections=self._num_connections(),
             batch_size=self._batch_size.mean(),
             requests=[structs.replace(each, tenant=_cut(each.tenant)) for each in self._live_requests(MAX_SHOWN_LIVE)],

@@ -224,10 +224,10 @@ class Connection:
                 PROTOCOL_VERSION,
                 features,
                 self._decoder.max_frame_bytes,
-                self._config.served_model_name or "",
+                self._context.models.main.name,
                 session,
                 self._config.heartbeat_ms if heartbeat else None,
-                self._context.engine.info.fingerprint if "continue" in features else "",
+                self._context.models.fingerprint if "continue" in features else "",
             )
         )
         self._send_buffer.max_frame_bytes = self._decoder.max_frame_bytes

@@ -5,7 +5,7 @@ A request's tenant comes from its connection, never from a frame.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from ....scheduler import AdmissionEstimate
 from ...common.errors import InvalidRequest, ProtocolError
 from ...common.prompts import chat_tools
 from ...common.types import OutputChunk
-from ...engine.facade import EmbedRequest, EngineInfo, EngineStats, GenerateRequest
+from ...engine.facade import EmbedRequest, EngineStats, GenerateRequest
 from ...protocol.codec import Malformed
 from ...protocol.frames import (
     ALREADY_EXISTS,
@@ -32,6 +32,7 @@ from ...protocol.frames import (
     Stats,
     Tokens,
 )
+from ..models.catalog import ModelCatalog, ModelName, Task
 from ..tenancy.tenants import TenantTotals
 
 MAX_TOOLS_CHARACTERS = 256 << 10  # characters of one request's tools, whose JSON is parsed on the event loop
@@ -46,7 +47,15 @@ def check_hello(frame: Frame | Malformed) -> Hello:
     return frame
 
 
-def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
+def find_model(models: ModelCatalog, name: str, task: Task) -> ModelName:
+    """Return the model that a frame names. Raises InvalidRequest for an unknown name."""
+    found = models.find(name) if name else models.default(task)
+    if found is None:
+        raise InvalidRequest(models.unknown(name))
+    return found
+
+
+def engine_request(frame: Generate, tenant: str, model: ModelName) -> GenerateRequest:
     """Return the request of a frame. Raises InvalidRequest for options that do not fit each other."""
     if frame.generated is not None and frame.idempotency_key is not None:
         raise InvalidRequest("generated cannot be used with idempotency_key, which stands for a whole output")
@@ -74,6 +83,8 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
         generated=frame.generated,
         ended=frame.ended,
         prompt_cache_key=frame.prompt_cache_key,
+        lora=model.lora,
+        model=model.model.key,
         **chat,
     )
 
@@ -87,13 +98,14 @@ def _tools(texts: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
         raise InvalidRequest(f"tools: each must be the JSON text of a tool: {error}") from None
 
 
-def embed_request(frame: AskVectors | AskScores, tenant: str) -> EmbedRequest:
+def embed_request(frame: AskVectors | AskScores, tenant: str, model: ModelName) -> EmbedRequest:
     request = EmbedRequest(
         inputs=(),
         truncate_prompt_tokens=frame.truncate_prompt_tokens,
         tenant=tenant,
         priority=frame.priority,
         deadline_ms=frame.deadline_ms,
+        model=model.model.key,
     )
     if isinstance(frame, AskScores):
         return msgspec.structs.replace(request, inputs=frame.documents, query=frame.query, input_name="documents[{}]")
@@ -147,27 +159,35 @@ def duplicate_frame(request_id: int) -> Error:
     return Error(request_id, ALREADY_EXISTS, f"request id {request_id} is live on this connection; use a fresh one")
 
 
-def models_frame(request_id: int, name: str, info: EngineInfo, features: Collection[str]) -> Models:
-    """Return the served model, and the embedding model if there is another one."""
-    model = ServedModel(
-        name=name,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        has_tokenizer=info.has_tokenizer,
-        has_chat_template=info.has_chat_template,
-        max_images=info.max_images if "images" in features else 0,
-    )
-    if info.encoder is None:
-        return Models(request_id, (model,))
-    encoder = ServedModel(
-        name=info.encoder.name if info.generates else name,
-        max_model_len=info.encoder.max_model_len,
-        vocab_size=info.encoder.vocab_size,
-        has_tokenizer=True,
-        has_chat_template=False,
-        task="score" if info.encoder.num_labels else "embed",
-    )
-    return Models(request_id, (model, encoder) if info.generates else (encoder,))
+def models_frame(request_id: int, models: ModelCatalog, features: Collection[str]) -> Models:
+    """Return the first model and its encoder, or every name if the peer negotiated `models`."""
+    names = models.names if "models" in features else dict.fromkeys((models.main.name, models.main.encoder))
+    found = [each for each in map(models.find, names) if each is not None]
+    return Models(request_id, tuple(served for each in found for served in _served(each, features)))
+
+
+def _served(model: ModelName, features: Collection[str]) -> Iterator[ServedModel]:
+    """Yield the model of a name, and an encoder with the same name."""
+    info = model.info
+    encoder = info.encoder
+    if info.generates and not model.is_encoder:
+        yield ServedModel(
+            name=model.name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            has_tokenizer=info.has_tokenizer,
+            has_chat_template=info.has_chat_template,
+            max_images=info.max_images if "images" in features else 0,
+        )
+    if encoder is not None and model.target == model.model.encoder:
+        yield ServedModel(
+            name=model.name,
+            max_model_len=encoder.max_model_len,
+            vocab_size=encoder.vocab_size,
+            has_tokenizer=True,
+            has_chat_template=False,
+            task="score" if encoder.num_labels else "embed",
+        )
 
 
 def stats_frame(request_id: int, stats: EngineStats | TenantTotals) -> Stats:

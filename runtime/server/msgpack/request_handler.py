@@ -45,7 +45,7 @@ from ..requests.request_log import quire_error
 from ..requests.resume import Keeping
 from ..requests.send_buffer import SendBuffer
 from ..tenancy.tenants import Tenant, TenantTotals
-from .convert import duplicate_frame, embed_request, engine_request, models_frame, stats_frame
+from .convert import duplicate_frame, embed_request, engine_request, find_model, models_frame, stats_frame
 from .frame_writer import FrameWriter
 from .vector_stream import VectorStream
 
@@ -113,10 +113,7 @@ class RequestHandler:
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.grant(tokens)
             case ListModels(request_id):
-                name = self._context.config.served_model_name or ""
-                self._answer(
-                    request_id, lambda: models_frame(request_id, name, self._context.engine.info, self._features)
-                )
+                self._answer(request_id, lambda: models_frame(request_id, self._context.models, self._features))
             case AskStats(request_id):
                 self._answer(request_id, lambda: stats_frame(request_id, self._stats()))
             case Ping(nonce):
@@ -177,15 +174,21 @@ class RequestHandler:
             ("generated belongs", "continue", frame.generated is not None or frame.ended),
             ("prompt_cache_key belongs", "cache_key", frame.prompt_cache_key),
             ("images belong", "images", frame.images),
+            ("model belongs", "models", frame.model),
         ):
             if is_given and feature not in self._features:
                 raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
+
+    def _check_models_feature(self, frame: AskVectors | AskScores | Tokenize) -> None:
+        """Raise InvalidRequest for the name of a model without the feature."""
+        if frame.model and "models" not in self._features:
+            raise InvalidRequest("model belongs to the feature `models`, which HELLO did not request")
 
     def _submit(self, frame: Generate) -> OutputReader:
         """Submit the request, or find the earlier one with its key. Return its reader. Raises a refusal."""
         context = self._context
         request_id = frame.request_id
-        request = engine_request(frame, self.tenant.name)
+        request = engine_request(frame, self.tenant.name, find_model(context.models, frame.model, "text"))
         pace = self._pace(frame)
         if not frame.resumable and frame.idempotency_key is None:
             return OutputReader(OutputLog(context.requests.submit(self.tenant, request_id, request)), pace)
@@ -221,8 +224,9 @@ class RequestHandler:
             raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
         if not self._accepts_id(frame.request_id, needs_engine=True):
             return
-        request = embed_request(frame, self.tenant.name)
         try:
+            self._check_models_feature(frame)
+            request = embed_request(frame, self.tenant.name, find_model(self._context.models, frame.model, "vectors"))
             live = self._context.requests.embed(self.tenant, frame.request_id, request)
         except Exception as error:
             self._send_refusal(frame.request_id, quire_error(error, client_id=frame.request_id))
@@ -246,8 +250,11 @@ class RequestHandler:
             return
 
         async def tokenized() -> Tokenized:
-            tenant = self.tenant.name
-            token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens, tenant=tenant)
+            self._check_models_feature(frame)
+            model = find_model(self._context.models, frame.model, "text" if not frame.model else "any")
+            token_ids = await model.model.engine.tokenize(
+                frame.text, frame.add_special_tokens, tenant=self.tenant.name, of_encoder=model.is_encoder
+            )
             if len(token_ids) > MAX_ARRAY_LENGTH:
                 raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
             return Tokenized(frame.request_id, token_ids)
@@ -264,7 +271,7 @@ class RequestHandler:
     def _stats(self) -> EngineStats | TenantTotals:
         """Return the engine's statistics for an operator or the only tenant, and the own totals of other tenants."""
         if self.tenant.limits.operator or self._context.keyring.num_tenants == 1:
-            return self._context.engine.stats()
+            return self._context.models.stats()
         return self.tenant.totals
 
     def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:

@@ -75,7 +75,7 @@ def generate_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     return _call(fields, _chat_request(fields, info, tenant, messages, ()))
 
 
-def embed_request(fields: Fields, tenant: str) -> EmbedRequest:
+def embed_request(fields: Fields, tenant: str, model: str) -> EmbedRequest:
     """Return the request of `/api/embed`. Raises BadRequest."""
     check_options(fields)
     given = fields.required("input")
@@ -88,6 +88,7 @@ def embed_request(fields: Fields, tenant: str) -> EmbedRequest:
         truncate_prompt_tokens=-1 if fields.get("truncate", bool, True) else None,
         tenant=tenant,
         input_name="input" if isinstance(given, str) else "input[{}]",
+        model=model,
     )
 
 

@@ -14,17 +14,17 @@ import msgspec
 from ...common.errors import QuireError
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
-from ..http.calls import Call, with_adapter
+from ..http.calls import Call, for_model
 from ..http.embedding import answer_embedding
 from ..http.errors import BadRequest, DoorForm, HTTPAnswer
 from ..http.fields import Fields
 from ..http.json_body import BodyReader
-from ..http.logprobs import Vocabulary
 from ..http.playback import answer_call
 from ..http.request_cycle import RequestCycle
 from ..http.request_reader import RequestReader
 from ..http.router import Route, Routes
-from ..http.served_models import ServedModels, Task
+from ..http.served_models import check_model, vocabularies
+from ..models.catalog import ModelName, Task
 from .calls import (
     ALL_FIELDS,
     CHAT_FIELDS,
@@ -53,12 +53,12 @@ class OllamaDoor:
     form = OLLAMA_FORM
     takes_any_type = True
 
-    def __init__(self, context: AppContext, model: str, bodies: BodyReader) -> None:
+    def __init__(self, context: AppContext, bodies: BodyReader) -> None:
         self._context = context
         self._started = time.time()
-        self._models = ServedModels(model, context.engine)
+        self._models = context.models
         self._reader = RequestReader(context, self._check_model, bodies)
-        self._vocabulary = Vocabulary(context.engine.token)
+        self._vocabularies = vocabularies(context.models)
         self.paths: dict[str, dict[str, Route]] = {
             "/": {"GET": Route(_greet, needs_key=False)},
             "/api/version": {"GET": Route(_version, needs_key=False)},
@@ -82,8 +82,8 @@ class OllamaDoor:
         """See `Door.routes`."""
         return self.paths.get(path)
 
-    def _check_model(self, fields: Fields, task: Task) -> str:
-        """Return the name of the model in a body, with or without its tag. Raises BadRequest."""
+    def _check_model(self, fields: Fields, task: Task) -> ModelName:
+        """Return the model of a body that names it with or without its tag. Raises BadRequest."""
         given = fields.get("model", str, "") or fields.get("name", str, "")
         if not given:
             raise BadRequest("model is required", "model")
@@ -92,15 +92,11 @@ class OllamaDoor:
             served = " and ".join(map(repr, self._models.names))
             raise BadRequest(f"model {given[:80]!r} not found; this server has {served}", "model", status=404)
         fields.values["model"] = given
-        return self._models.check(Fields({"model": name}), task)
+        return check_model(self._models, Fields({"model": name}), task)
 
     def _served_name(self, given: str) -> str:
         """Return the name of a model without the tag that a client added."""
         return given if given in self._models.names else given.removesuffix(LATEST)
-
-    def _is_main(self, name: str) -> bool:
-        """Return whether a name is the served model's, or an adapter's."""
-        return name == self._models.main or name in self._context.engine.info.adapters
 
     # Requests to the engine
 
@@ -114,15 +110,14 @@ class OllamaDoor:
         with self._reader.reporting(cycle):
             self._reader.check_accepting()
             num_bytes = len(cycle.body)
-            fields = await self._reader.fields(cycle, known)
-            model = fields.values["model"]
+            fields, model = await self._reader.fields(cycle, known)
+            given = fields.values["model"]
             if not fields.values.get(prompt) and not fields.values.get("images"):
-                cycle.respond(self._loaded(model, fields, is_chat=is_chat))
+                cycle.respond(self._loaded(given, fields, is_chat=is_chat))
                 return
-            read = partial(read_call, fields, self._context.engine.info, tenant)
-            call = await self._reader.bodies.read(tenant, num_bytes, read)
-            call = with_adapter(call, self._served_name(model), self._context.engine.info)
-        form = LineFormat(call, model, self._vocabulary, is_chat=is_chat)
+            read = partial(read_call, fields, model.info, tenant)
+            call = for_model(await self._reader.bodies.read(tenant, num_bytes, read), model)
+        form = LineFormat(call, given, self._vocabularies[model.model.key], is_chat=is_chat)
         answering = answer_call(cycle, call, form, self._context)
         del call, fields, read  # the objects hold the prompt
         await answering
@@ -140,12 +135,12 @@ class OllamaDoor:
         context = self._context
         with self._reader.reporting(cycle):
             self._reader.check_accepting()
-            fields = await self._reader.fields(cycle, EMBED_FIELDS, "vectors")
-            model = fields.values["model"]
+            fields, model = await self._reader.fields(cycle, EMBED_FIELDS, "vectors")
+            given = fields.values["model"]
             if is_one:
                 fields.values["input"] = fields.get("prompt", str, "")
-            request = embed_request(fields, cycle.authenticated.name)
-        form = VectorsForm(model, is_one=is_one)
+            request = embed_request(fields, cycle.authenticated.name, model.model.key)
+        form = VectorsForm(given, is_one=is_one)
         if not request.inputs:
             cycle.respond(HTTPAnswer(200, form.whole(0)))
             return
@@ -162,13 +157,15 @@ class OllamaDoor:
     # Models
 
     async def _list(self, cycle: RequestCycle, *, is_running: bool) -> None:
-        info = self._context.engine.info
         models = []
         for name in self._models.names:
+            found = self._models.find(name)
+            assert found is not None, "a name of this server"
             tagged = _tagged(name)
-            card = {"name": tagged, "model": tagged, "size": 0, "digest": _digest(name, info), "details": _details()}
+            digest = _digest(found.target, found.info)
+            card = {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details()}
             if is_running:
-                length = _context_length(self._is_main(name), info)
+                length = _context_length(not found.is_encoder, found.info)
                 card |= {"expires_at": NEVER, "size_vram": 0, "context_length": length}
             else:
                 card["modified_at"] = time_text(self._started)
@@ -177,9 +174,9 @@ class OllamaDoor:
 
     async def _show(self, cycle: RequestCycle) -> None:
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, ALL_FIELDS, "any")
-        info = self._context.engine.info
-        is_main = self._is_main(self._served_name(fields.values["model"]))
+            _, model = await self._reader.fields(cycle, ALL_FIELDS, "any")
+        info = model.info
+        is_main = not model.is_encoder
         parameters = "\n".join(f"{name} {value:g}" for name, value in info.default_sampling.items())
         cycle.respond(
             _json(
@@ -202,7 +199,7 @@ class OllamaDoor:
     async def _pull(self, cycle: RequestCycle) -> None:
         """Answer that a served model is there. Other models are not found: this server downloads none."""
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, ALL_FIELDS, "any")
+            fields, _ = await self._reader.fields(cycle, ALL_FIELDS, "any")
             is_stream = fields.get("stream", bool, True)
         content = msgspec.json.encode({"status": "success"})
         media_type = LINE_HEADERS[0][1] if is_stream else "application/json"

@@ -15,7 +15,6 @@ import msgspec
 
 from ...common.default_sampling import page_sampling
 from ...common.errors import QuireError, Unavailable
-from ...engine.facade import EngineInfo
 from ...engine.validator import MAX_PRIORITY
 from ..app_context import AppContext
 from ..http.answer_writers import BodyWriter, EventWriter
@@ -24,12 +23,12 @@ from ..http.embedding import AnswerSource, EmbeddingCall, answer_embedding
 from ..http.errors import STRUCTURED_OUTPUTS, DoorForm, HTTPAnswer
 from ..http.fields import Fields
 from ..http.json_body import BodyReader
-from ..http.logprobs import Vocabulary
 from ..http.playback import Playback
 from ..http.request_cycle import EVENT_HEADERS, RequestCycle
 from ..http.request_reader import RequestReader
 from ..http.router import Route, Routes
-from ..http.served_models import ServedModels
+from ..http.served_models import check_model, vocabularies
+from ..models.catalog import ModelName
 from ..monitoring import OperatorServer, Readiness
 from ..monitoring.pages import PAGE_HEADERS, PageFile, read_page
 from ..requests.indexes import ToStore
@@ -90,20 +89,18 @@ class OpenAIDoor:
         self,
         context: AppContext,
         readiness: Readiness,
-        model: str,
         bodies: BodyReader,
         operators: OperatorServer | None = None,
     ) -> None:
         """Answer /metrics, too, if `operators` are given."""
         self._context = context
         self._readiness = readiness
-        self._model = model
         self._started = int(time.time())
-        self._models = ServedModels(model, context.engine)
-        self._reader = RequestReader(context, self._models.check, bodies)
-        self._vocabulary = Vocabulary(context.engine.token)
-        self._kept = KeptRequests(context, model, bodies, self._vocabulary)
-        tokens = TokenAnswers(context, self._reader, self._kept, self._models)
+        self._models = context.models
+        self._reader = RequestReader(context, partial(check_model, context.models), bodies)
+        self._vocabularies = vocabularies(context.models)
+        self._kept = KeptRequests(context, bodies, self._vocabularies)
+        tokens = TokenAnswers(context, self._reader, self._kept)
         self.paths: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
@@ -159,12 +156,12 @@ class OpenAIDoor:
             self._reader.check_accepting()
             key = idempotency_key(cycle.headers)
             num_bytes = len(cycle.body)
-            fields = await self._reader.fields(cycle, endpoint.known)
-            num_bytes += await self._reader.fetch_images(fields, tenant.name)
+            fields, model = await self._reader.fields(cycle, endpoint.known)
+            num_bytes += await self._reader.fetch_images(fields, model.info, tenant.name)
             if endpoint is RESPONSE_ENDPOINT:
                 num_bytes += await self._kept.add_stored(endpoint, fields, cycle)
             cycle.field_names = {**endpoint.field_names, STRUCTURED_OUTPUTS: structure_field(fields.values.keys())}
-            read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
+            read = partial(_read_call, endpoint, fields, model, tenant.name)
             to_store, call = await self._reader.bodies.read(tenant.name, num_bytes, read)
             if cycle.is_batch:
                 call = as_batch_line(call, cycle.given_id or call.name)
@@ -182,10 +179,11 @@ class OpenAIDoor:
 
     def _submit(self, cycle: RequestCycle, endpoint: Endpoint, call: Call) -> Awaitable[QuireError | None]:
         """Submit a call whose output is not kept, and return the function that answers it. Raises a refusal."""
-        playback = Playback(cycle, call, self._context.engine)
+        key = call.requests[0].model
+        playback = Playback(cycle, call, self._models.engine(key))
         playback.submit(self._context.requests)
         # The engine has checked the number of choices.
-        form = endpoint.form_class(call, call.model or self._model, self._vocabulary)
+        form = endpoint.form_class(call, call.model, self._vocabularies[key])
         return playback.run((EventWriter if call.stream else BodyWriter)(cycle, form))
 
     async def _embed(
@@ -196,8 +194,9 @@ class OpenAIDoor:
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
             self._reader.check_accepting()
-            call = read_call(await self._reader.fields(cycle, known, "vectors"), tenant.name)
-            request = call.request
+            fields, model = await self._reader.fields(cycle, known, "vectors")
+            call = read_call(fields, tenant.name)
+            request = msgspec.structs.replace(call.request, model=model.model.key)
             name = secrets.token_hex(16)
             if cycle.is_batch:
                 request = msgspec.structs.replace(request, priority=MAX_PRIORITY)
@@ -208,11 +207,11 @@ class OpenAIDoor:
             context.requests.log.refused(tenant.name, cycle.number, error.code, error.retry_after_ms)
             cycle.refuse(error, known)
             return
-        encoder = context.engine.info.encoder
+        encoder = model.info.encoder
         labels = encoder.labels if encoder is not None else ()
-        form = call.new_form(AnswerSource(self._models.encoder, labels, name))
+        form = call.new_form(AnswerSource(model.name, labels, name))
         answering = answer_embedding(cycle, live, form)
-        del call, request  # the objects hold the texts
+        del call, fields, request  # the objects hold the texts
         if (failure := await answering) is not None:
             cycle.refuse(failure, known)
 
@@ -232,23 +231,25 @@ class OpenAIDoor:
 
     async def _one_model(self, cycle: RequestCycle) -> None:
         name = unquote(cycle.target.partition("?")[0].removeprefix(f"{MODELS}/"))
-        self._models.check(Fields({"model": name}), "any")
+        check_model(self._models, Fields({"model": name}), "any")
         cycle.respond(_json(self._model_card(name)))
 
     def _model_card(self, name: str) -> dict[str, object]:
-        info = self._context.engine.info
-        if name in info.adapters and name != self._model:
-            return {**model_card(self._model, info, self._started, is_main=True), "id": name, "parent": self._model}
-        return model_card(name, info, self._started, is_main=name == self._model)
+        found = self._models.find(name)
+        assert found is not None, "a name of this server"
+        card = model_card(found.target, found.info, self._started, is_main=not found.is_encoder)
+        parent = {"parent": found.model.name} if found.lora and found.lora != found.model.name else {}
+        root = {"root": found.target} if name != found.target else {}
+        return {**card, "id": name, **parent, **root}
 
     async def _page_settings(self, cycle: RequestCycle) -> None:
         """Answer with the sampling parameters that the page sends unless its user sets others."""
-        cycle.respond(_json({"sampling": page_sampling(self._context.engine.info.default_sampling)}))
+        cycle.respond(_json({"sampling": page_sampling(self._models.default("text").info.default_sampling)}))
 
 
-def _read_call(endpoint: Endpoint, fields: Fields, info: EngineInfo, tenant: str) -> tuple[ToStore | None, Call]:
+def _read_call(endpoint: Endpoint, fields: Fields, model: ModelName, tenant: str) -> tuple[ToStore | None, Call]:
     """Return the data to keep of a stored request, and its call. Raises InvalidRequest."""
-    return endpoint.to_store(fields), endpoint.read(fields, info, tenant)
+    return endpoint.to_store(fields), endpoint.read(fields, model, tenant)
 
 
 async def _send_file(file: PageFile, cycle: RequestCycle) -> None:

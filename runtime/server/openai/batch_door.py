@@ -57,8 +57,9 @@ async def open_batches(context: AppContext, door: OpenAIDoor, folder: Path) -> B
             raise Unavailable(f"the tenant {name!r} has no key any more")
         return await requests.send(tenant, line)
 
-    info = context.engine.info
-    places = SparePlaces(info.max_num_seqs * max(1, info.num_processes), lambda: len(context.requests))
+    infos = [model.info for model in context.models.models]
+    num_sequences = sum(info.max_num_seqs * max(1, info.num_processes) for info in infos)
+    places = SparePlaces(num_sequences, lambda: len(context.requests))
     return BatchWorker(store, send, places)
 
 

@@ -17,6 +17,7 @@ from ..batches.lines import BatchLine, LineAnswer
 from ..http import BodyReader, HTTPRouter
 from ..http.errors import HTTPAnswer
 from ..http.request_cycle import RequestCycle
+from ..models.catalog import ModelCatalog
 from ..monitoring import PrometheusObserver, Readiness
 from ..requests.live_requests import LiveRequests
 from ..requests.resume import ReplayStore
@@ -40,11 +41,12 @@ async def without_sockets(engine: EngineFacade, config: ServerConfig, model: str
     observer = PrometheusObserver()
     engine.set_observer(observer)
     texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes)
-    requests = LiveRequests(engine, observer, texts)
+    models = ModelCatalog.of_one(model, engine)
+    requests = LiveRequests(models, observer, texts)
     replays = ReplayStore(requests, config, lambda: 1)
-    context = AppContext(engine, config, observer, Keyring.none(), requests, replays, "", "")
+    context = AppContext(models, config, observer, Keyring.none(), requests, replays, "", "")
     bodies = BodyReader()
-    door = OpenAIDoor(context, Readiness(engine.stats, config.stall_timeout_ms / 1000), model, bodies)
+    door = OpenAIDoor(context, Readiness(engine.stats, config.stall_timeout_ms / 1000), bodies)
     try:
         yield LocalRequests(context, HTTPRouter(context, [door]), door)
     finally:

@@ -26,7 +26,7 @@ from ...common.types import Usage
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
 from ..http.answer_writers import AnswerWriter, BodyWriter, EventWriter
-from ..http.calls import Call, with_adapter
+from ..http.calls import Call, for_model
 from ..http.errors import BadRequest, HTTPAnswer
 from ..http.fields import Fields
 from ..http.formats import Format
@@ -34,6 +34,8 @@ from ..http.json_body import BodyReader
 from ..http.logprobs import Vocabulary
 from ..http.playback import Playback, log_reader
 from ..http.request_cycle import RequestCycle
+from ..http.served_models import check_model
+from ..models.catalog import ModelName
 from ..requests.indexes import ToStore
 from ..requests.output_log import OutputLog, StoredEntry
 from ..requests.output_reader import OutputReader
@@ -68,10 +70,9 @@ class Endpoint(NamedTuple):
     def id_prefix(self) -> str:
         return self.form_class.id_prefix.decode()
 
-    def read(self, fields: Fields, info: EngineInfo, tenant: str) -> Call:
-        """Return the call of a body, with the adapter that its `model` names. Raises InvalidRequest."""
-        name = fields.values.get("model", "")
-        return with_adapter(self.read_call(fields, info, tenant), name, info)
+    def read(self, fields: Fields, model: ModelName, tenant: str) -> Call:
+        """Return the call of a body for a model. Raises InvalidRequest."""
+        return for_model(self.read_call(fields, model.info, tenant), model)
 
     def to_store(self, fields: Fields) -> ToStore | None:
         """Return the data to keep of a stored request, before `read_call` changes the fields."""
@@ -90,13 +91,12 @@ class Endpoint(NamedTuple):
 class KeptRequests:
     """Answers requests whose output is kept, and requests for such output."""
 
-    def __init__(self, context: AppContext, model: str, bodies: BodyReader, vocabulary: Vocabulary) -> None:
+    def __init__(self, context: AppContext, bodies: BodyReader, vocabularies: Mapping[str, Vocabulary]) -> None:
         self._bodies = bodies
         self._replays = context.replays
         self._log = context.requests.log
-        self._engine = context.engine
-        self._model = model
-        self._vocabulary = vocabulary
+        self._models = context.models
+        self._vocabularies = vocabularies
 
     def submit(
         self, cycle: RequestCycle, endpoint: Endpoint, call: Call, key: str | None, stored: ToStore | None
@@ -118,7 +118,7 @@ class KeptRequests:
         reader = log_reader(cycle, log)
         if keeping.is_resumable:
             self._replays.resume_index.add((log.tenant, secrets.token_urlsafe()), 0, reader)
-        playback = Playback(cycle, call, self._engine)
+        playback = Playback(cycle, call, self._models.engine(call.requests[0].model))
         playback.add(reader)
         form = self._form(endpoint, call, log)
         queued = form.unfinished("queued", None)
@@ -169,7 +169,7 @@ class KeptRequests:
             elif form.unfinished("queued", None) is not None:
                 await _show_present(form, cycle, reader)
                 return
-            playback = Playback(cycle, call, self._engine)
+            playback = Playback(cycle, call, self._models.engine(call.requests[0].model))
             playback.add(reader)
             if (failure := await playback.run(writer)) is not None:
                 cycle.refuse(failure, endpoint.known)
@@ -271,9 +271,13 @@ class KeptRequests:
 
     async def _stored_form(self, endpoint: Endpoint, entry: StoredEntry) -> tuple[Call, Format]:
         """Return the call of a stored output, and the form of its answer."""
-        info = self._engine.info
         tenant = entry.log.tenant
-        call = await self._read(entry, lambda values: endpoint.read(Fields(values), info, tenant))
+
+        def read(values: dict[str, Any]) -> Call:
+            fields = Fields(values)
+            return endpoint.read(fields, check_model(self._models, fields, "text"), tenant)
+
+        call = await self._read(entry, read)
         return call, self._form(endpoint, call, entry.log)
 
     async def _read(self, entry: StoredEntry, read: Callable[[dict[str, Any]], T]) -> T:
@@ -283,7 +287,7 @@ class KeptRequests:
 
     def _form(self, endpoint: Endpoint, call: Call, log: OutputLog) -> Format:
         named = replace(call, name=log.name, created_s=log.created_s)
-        return endpoint.form_class(named, call.model or self._model, self._vocabulary)
+        return endpoint.form_class(named, call.model, self._vocabularies[call.requests[0].model])
 
 
 def idempotency_key(headers: Mapping[str, bytes]) -> str | None:

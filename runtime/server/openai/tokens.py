@@ -16,7 +16,8 @@ from ..http.errors import BadRequest, HTTPAnswer
 from ..http.fields import Fields
 from ..http.request_cycle import RequestCycle
 from ..http.request_reader import RequestReader
-from ..http.served_models import ServedModels
+from ..http.served_models import check_model
+from ..models.catalog import ModelName
 from .calls import chat_prompt
 from .fields import DETOKENIZE, KNOWN, TOKENIZE, check_supported
 from .responses import response_call
@@ -27,36 +28,35 @@ from .tools import TOOL_FIELDS
 class TokenAnswers:
     """Answers requests for token ids and their texts."""
 
-    def __init__(self, context: AppContext, reader: RequestReader, kept: KeptRequests, models: ServedModels) -> None:
+    def __init__(self, context: AppContext, reader: RequestReader, kept: KeptRequests) -> None:
         self._context = context
         self._reader = reader
         self._kept = kept
-        self._models = models
 
     async def tokenize(self, cycle: RequestCycle) -> None:
         """Answer with the ids of a text or of a rendered chat."""
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
-        engine = self._context.engine
         num_bytes = len(cycle.body)
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, KNOWN, "any")
+            fields, model = await self._reader.fields(cycle, KNOWN, "any")
+            engine = model.model.engine
             check_supported(fields, TOKENIZE, instead={})
-            of_encoder = self._is_of_encoder(fields)
-            num_bytes += await self._reader.fetch_images(fields, tenant.name)
+            num_bytes += await self._reader.fetch_images(fields, engine.info, tenant.name)
             if "messages" in fields.values:
-                self._models.check(fields, "text")
+                check_model(self._context.models, fields, "text")
                 cycle.field_names = {"prompt": "messages"}
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
-                tokens = await self._reader.tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
+                chat = await self._reader.bodies.read(tenant.name, num_bytes, read)
+                tokens = await self._reader.tokens_of(engine, chat)
             else:
-                tokens = await self._tokens_of_prompt(fields, tenant.name, of_encoder=of_encoder)
+                tokens = await self._tokens_of_prompt(fields, model, tenant.name)
             texts_of_tokens = None
             if fields.get("return_token_strs", bool, False):
                 texts_of_tokens = [
-                    engine.token(token, of_encoder=of_encoder).data.decode(errors="replace") for token in tokens
+                    engine.token(token, of_encoder=model.is_encoder).data.decode(errors="replace") for token in tokens
                 ]
-        limits = engine.info.encoder if of_encoder and engine.info.encoder is not None else engine.info
+        limits = engine.info.encoder if model.is_encoder and engine.info.encoder is not None else engine.info
         body = {"count": len(tokens), "max_model_len": limits.max_model_len}
         _answer(cycle, {**body, "tokens": tokens, "token_strs": texts_of_tokens})
 
@@ -65,18 +65,17 @@ class TokenAnswers:
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, KNOWN, "any")
+            fields, model = await self._reader.fields(cycle, KNOWN, "any")
             check_supported(fields, DETOKENIZE, instead={})
             fields.required("tokens")
             tokens = fields.get("tokens", list, [])
             if set(map(type, tokens)) - {int}:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
-            of_encoder = self._is_of_encoder(fields)
-            text = await self._context.engine.detokenize(
+            text = await model.model.engine.detokenize(
                 tuple(tokens),
                 skip_special_tokens=fields.get("skip_special_tokens", bool, True),
                 tenant=tenant.name,
-                of_encoder=of_encoder,
+                of_encoder=model.is_encoder,
             )
         _answer(cycle, {"prompt": text})
 
@@ -87,20 +86,15 @@ class TokenAnswers:
         cycle.field_names = endpoint.field_names
         num_bytes = len(cycle.body)
         with self._reader.reporting(cycle):
-            fields = await self._reader.fields(cycle, endpoint.known)
-            num_bytes += await self._reader.fetch_images(fields, tenant.name)
+            fields, model = await self._reader.fields(cycle, endpoint.known)
+            num_bytes += await self._reader.fetch_images(fields, model.info, tenant.name)
             num_bytes += await self._kept.add_stored(endpoint, fields, cycle)
-            read = partial(response_call, fields, self._context.engine.info, tenant.name)
+            read = partial(response_call, fields, model.info, tenant.name)
             call = await self._reader.bodies.read(tenant.name, num_bytes, read)
-            tokens = await self._reader.tokens_of(call.requests[0])
+            tokens = await self._reader.tokens_of(model.model.engine, call.requests[0])
         _answer(cycle, {"object": "response.input_tokens", "input_tokens": len(tokens)})
 
-    def _is_of_encoder(self, fields: Fields) -> bool:
-        """Return whether the body names a separate embedding model."""
-        name = self._models.check(fields, "any")
-        return name == self._models.encoder and name != self._models.main
-
-    async def _tokens_of_prompt(self, fields: Fields, tenant: str, *, of_encoder: bool) -> tuple[int, ...]:
+    async def _tokens_of_prompt(self, fields: Fields, model: ModelName, tenant: str) -> tuple[int, ...]:
         """Return the token ids of the text in `prompt`. Raises BadRequest or a refusal."""
         fields.required("prompt")
         if chat_fields := sorted(TOOL_FIELDS & fields.values.keys()):
@@ -109,7 +103,7 @@ class TokenAnswers:
         adds_special = fields.get("add_special_tokens", bool, True)
         release = self._context.requests.texts.of(tenant).reserve(sys.getsizeof(text))
         try:
-            return await self._context.engine.tokenize(text, adds_special, tenant=tenant, of_encoder=of_encoder)
+            return await model.model.engine.tokenize(text, adds_special, tenant=tenant, of_encoder=model.is_encoder)
         finally:
             release()
 

@@ -14,7 +14,8 @@ from typing import Protocol, TypeVar
 
 from ...common.errors import Overloaded, QuireError, QuotaExceeded
 from ...common.types import OutputChunk
-from ...engine.facade import EmbedRequest, EngineFacade, GenerateRequest, Generation
+from ...engine.facade import EmbedRequest, GenerateRequest, Generation
+from ..models.catalog import ModelCatalog
 from ..monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from ..tenancy.tenant_bytes import EqualShares
 from ..tenancy.tenants import Tenant
@@ -30,10 +31,10 @@ FEWER = "send fewer prompts in one request"
 class LiveRequests:
     """The live requests of one server, oldest first."""
 
-    def __init__(self, engine: EngineFacade, observer: PrometheusObserver, texts: EqualShares) -> None:
+    def __init__(self, models: ModelCatalog, observer: PrometheusObserver, texts: EqualShares) -> None:
         """`texts` limits the prompts that are being tokenized."""
         self.texts = texts
-        self._engine = engine
+        self._models = models
         self._observer = observer
         self._all: dict[LiveRequest | LiveEmbedding, None] = {}
         self.log = RequestLog(observer)
@@ -60,14 +61,14 @@ class LiveRequests:
 
         Raises the refusal of `TenantBytes.reserve`, `Tenant.enter` or the engine; nothing is counted then.
         """
-        submission, release_text = self._enter(tenant, request, self._engine.submit)
+        submission, release_text = self._enter(tenant, request, self._models.engine(request.model).submit)
         live = LiveRequest(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
         self._all[live] = None
         return live
 
     def embed(self, tenant: Tenant, request_id: int, request: EmbedRequest) -> LiveEmbedding:
         """Count the request for `tenant` and submit it; its texts count until its end. Raises as `submit`."""
-        submission, release_text = self._enter(tenant, request, self._engine.embed)
+        submission, release_text = self._enter(tenant, request, self._models.engine(request.model).embed)
         live = LiveEmbedding(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
         self._all[live] = None
         return live
@@ -101,7 +102,7 @@ class LiveRequests:
 
     def most_tokens(self, request: GenerateRequest) -> int:
         """Return the most tokens of all the request's outputs together."""
-        info = self._engine.info
+        info = self._models.engine(request.model).info
         params = request.sampling_params
         num_outputs = min(max(params.n, 0), info.max_num_seqs)
         return num_outputs * min(max(params.max_tokens, 0), info.max_model_len)

@@ -44,7 +44,8 @@ def test_every_option_can_be_set_by_a_variable() -> None:
     values = {"max_kv_share_per_tenant": "0.5", "kv_cache_share": "0.25", "weights": "q8", "kv_cache_dtype": "f32",
               "scheduling_policy": "fair", "log_format": "json", "log_level": "debug", "metrics_compat": "vllm",
               "tenant_weights": "a=3", "max_frame_bytes": "64KiB", "page_size": "64", "tune": "full",
-              "tool_call_parser": "hermes", "state_dtype": "bf16", "lora": "a=b"}  # fmt: skip
+              "tool_call_parser": "hermes", "state_dtype": "bf16", "lora": "a=b",
+              "default_sampling": "top_k=3"}  # fmt: skip
     for struct, part in ((EngineConfig, "engine"), (ServerConfig, "server")):
         for option in options_of(struct).values():
             text = values.get(

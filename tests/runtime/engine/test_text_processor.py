@@ -84,6 +84,41 @@ def test_recommended_sampling_parameters(folder: Path) -> None:
     assert TextProcessor.load(folder).default_sampling == {"temperature": 0.6, "top_k": 20}
 
 
+def test_given_sampling_parameters_replace_recommended_ones(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    processor = TextProcessor.load(folder, default_sampling={"top_k": 5.0, "min_p": 0.1})
+    assert processor.default_sampling == {"temperature": 0.6, "top_k": 5, "min_p": 0.1}
+    assert type(processor.default_sampling["top_k"]) is int
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 1}, "default_sampling: 'seed' is not one of temperature, top_k, top_p, min_p, repetition_penalty"),
+        ({"top_p": 2}, "default_sampling: top_p must be between .* and 1, not 2"),
+        ({"top_k": 1.5}, r"default_sampling: top_k must be a whole number, not 1\.5"),
+    ],
+)
+def test_given_sampling_parameters_must_be_allowed(folder: Path, given: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TextProcessor.load(folder, default_sampling=given)
+
+
+def test_the_system_prompt_is_for_chats_without_a_system_message(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
+    processor = TextProcessor.load(folder, chat_template=str(template), system_prompt="be brief")
+    user = {"role": "user", "content": "x"}
+    assert processor.render([user]).text == "system=be brief;user=x;"
+    assert processor.render([{"role": "system", "content": "own"}, user]).text == "system=own;user=x;"
+
+
+def test_a_system_prompt_needs_a_chat_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match="system_prompt cannot be used: this model's chat template cannot be used"):
+        TextProcessor.load(folder, system_prompt="x")
+
+
 def test_sampling_parameters_that_a_gguf_file_recommends(tmp_path: Path) -> None:
     metadata = {
         "general.architecture": "llama",

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from quire.runtime.server.http.errors import BadRequest
 from quire.runtime.server.http.fields import Fields
-from quire.runtime.server.http.served_models import ServedModels
+from quire.runtime.server.http.served_models import check_model
+from quire.runtime.server.models.catalog import ModelCatalog
 from quire.runtime.server.openai.api import CHAT_ENDPOINT, COMPLETION_ENDPOINT
 
 from tests.support.samples import INFO
@@ -18,20 +19,20 @@ ADAPTED = msgspec.structs.replace(INFO, encoder=None, adapters={"sql": "sql@00",
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
-def models() -> ServedModels:
-    return ServedModels("base", cast(Any, SimpleNamespace(info=ADAPTED)))
+def models() -> ModelCatalog:
+    return ModelCatalog.of_one("base", cast(Any, SimpleNamespace(info=ADAPTED)))
 
 
 def test_adapters_are_listed_after_the_model_and_known_by_name():
     assert models().names == ("base", "sql", "chat")
-    assert [models().check(Fields({"model": name}), "text") for name in ("base", "sql")] == ["base", "sql"]
+    assert [check_model(models(), Fields({"model": name}), "text").lora for name in ("base", "sql")] == ["", "sql"]
     with pytest.raises(BadRequest, match="'b' does not exist here; this server has 'base' and 'sql' and 'chat'"):
-        models().check(Fields({"model": "b"}), "text")
+        check_model(models(), Fields({"model": "b"}), "text")
 
 
 @pytest.mark.parametrize(("endpoint", "body"), [(CHAT_ENDPOINT, CHAT), (COMPLETION_ENDPOINT, {"prompt": ["a", "b"]})])
 def test_the_model_of_a_body_is_the_adapter_of_all_its_requests(endpoint, body):
-    call = endpoint.read(Fields({"model": "sql", **body}), ADAPTED, "t")
+    call = endpoint.read(Fields(body), check_model(models(), Fields({"model": "sql"}), "text"), "t")
     assert (call.model, {request.lora for request in call.requests}) == ("sql", {"sql"})
-    plain = endpoint.read(Fields({"model": "base", **body}), ADAPTED, "t")
-    assert (plain.model, {request.lora for request in plain.requests}) == ("", {""})
+    plain = endpoint.read(Fields(body), check_model(models(), Fields({"model": "base"}), "text"), "t")
+    assert (plain.model, {request.lora for request in plain.requests}) == ("base", {""})

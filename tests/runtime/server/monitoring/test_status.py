@@ -19,6 +19,7 @@ from quire.runtime.common.errors import Quarantined, Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, HostStatus, RequestStats, StepStats
 from quire.runtime.net.listen import listen_tcp
+from quire.runtime.server.models.catalog import ModelCatalog
 from quire.runtime.server.monitoring.http import OperatorServer
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
 from quire.runtime.server.monitoring.readiness import Readiness
@@ -126,9 +127,8 @@ class Page:
         engine: Any = self.engine
         self.progress = Readiness(engine.stats, 30)
         self.collector = StatusCollector(
-            engine,
+            ModelCatalog.of_one(HOSTILE, engine),
             self.observer,
-            model=HOSTILE,
             problem=self.progress.problem,
             num_connections=lambda: 5,
             live_requests=lambda limit: self.live[:limit],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.facade import EmbedRequest
 from quire.runtime.protocol.frames import Accepted, AskScores, AskVectors, ChatOptions, Generate
+from quire.runtime.server.models.catalog import ModelCatalog
 from quire.runtime.server.msgpack.convert import (
     MAX_TOOLS_CHARACTERS,
     accepted_frame,
@@ -15,15 +19,18 @@ from quire.runtime.server.msgpack.convert import (
 )
 from quire.scheduler import AdmissionEstimate
 
-from tests.support.samples import STATS
+from tests.support.samples import INFO, STATS
+
+ENGINE: Any = SimpleNamespace(info=INFO)
+MODEL = ModelCatalog.of_one("quire", ENGINE).default("any")
 
 
 def test_the_options_of_texts_reach_the_engine() -> None:
     options = {"truncate_prompt_tokens": 5, "priority": 7, "deadline_ms": 900}
-    assert embed_request(AskVectors(9, ("a", (5, 6)), 2, "query", **options), "tenant") == EmbedRequest(
+    assert embed_request(AskVectors(9, ("a", (5, 6)), 2, "query", **options), "tenant", MODEL) == EmbedRequest(
         inputs=("a", (5, 6)), dimensions=2, prompt_name="query", tenant="tenant", **options
     )
-    assert embed_request(AskScores(9, "q", ("a", "b"), **options), "tenant") == EmbedRequest(
+    assert embed_request(AskScores(9, "q", ("a", "b"), **options), "tenant", MODEL) == EmbedRequest(
         inputs=("a", "b"), query="q", input_name="documents[{}]", tenant="tenant", **options
     )
 
@@ -35,10 +42,10 @@ def test_tools_may_have_exactly_the_allowed_characters() -> None:
         text = tool % ("x" * (num_characters - len(tool % "")))
         return Generate(1, None, messages=({"role": "user", "content": "hi"},), chat=ChatOptions(tools=(text,)))
 
-    (given,) = engine_request(of_size(MAX_TOOLS_CHARACTERS), "").tools
+    (given,) = engine_request(of_size(MAX_TOOLS_CHARACTERS), "", MODEL).tools
     assert given["function"]["name"] == "f"
     with pytest.raises(InvalidRequest, match=f"tools have {MAX_TOOLS_CHARACTERS + 1} characters"):
-        engine_request(of_size(MAX_TOOLS_CHARACTERS + 1), "")
+        engine_request(of_size(MAX_TOOLS_CHARACTERS + 1), "", MODEL)
 
 
 def test_accepted_frame_gives_the_predicted_wait_in_milliseconds() -> None:

@@ -1,0 +1,1 @@
+"""The models of one server: their names, and the engine of each."""
