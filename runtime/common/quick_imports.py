@@ -12,8 +12,9 @@ from contextlib import contextmanager
 def quick_imports() -> Iterator[None]:
     """Import without garbage collections, and structlog without rich: a quarter of the start of an engine process.
 
-    structlog imports rich for a form of tracebacks that the logs of Quire do not have. Only main programs call this
-    function: a program that imports Quire gets structlog as it is.
+    structlog imports rich for a form of tracebacks that the logs of Quire do not have. No later collection visits the
+    imported objects, which live to the end. Only main programs call this function: a program that imports Quire gets
+    structlog as it is.
     """
     gc.disable()
     try:
@@ -25,4 +26,5 @@ def quick_imports() -> Iterator[None]:
                 del sys.modules["rich"]
         yield
     finally:
+        gc.freeze()
         gc.enable()
