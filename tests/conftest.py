@@ -1,4 +1,4 @@
-"""The settings of Hypothesis, captured log lines, and a checkpoint with sliding and full layers and random weights."""
+"""Settings of Hypothesis, captured log lines, quick engine processes, and a checkpoint with sliding and full layers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from hypothesis import HealthCheck, settings
 from quire.runtime.common.tuning import GC_OBJECTS
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
+from quire.runtime.workers import engine_process
 from safetensors.numpy import save_file
 from structlog.testing import capture_logs
+
+from tests.support.forked_engines import ForkedEngines
 
 # An example may take any time: on a busy machine, each may be interrupted for longer than the default of 200 ms.
 settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -64,6 +67,19 @@ def logs() -> Iterator[list[MutableMapping[str, Any]]]:
     """Capture log lines instead of printing them."""
     with capture_logs() as captured:
         yield captured
+
+
+@pytest.fixture(scope="session")
+def engine_forks() -> Iterator[ForkedEngines]:
+    engines = ForkedEngines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def forked_engines(engine_forks: ForkedEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the engine processes of this process from one that has imported everything, which takes most of a start."""
+    monkeypatch.setattr(engine_process, "_started", engine_forks.start)
 
 
 @pytest.fixture

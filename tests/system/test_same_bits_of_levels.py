@@ -62,7 +62,7 @@ async def test_golden_bits(isa: str, dtypes: str, gguf_file: str) -> None:
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == GOLDEN[dtypes]
 
 
-@pytest.mark.usefixtures("slow_engine")
+@pytest.mark.usefixtures("slow_engine", "forked_engines")
 @pytest.mark.parametrize(("other", "weights"), list(zip(LEVELS[1:-1], cycle(["q8", "q4"]), strict=False)))
 async def test_a_request_continues_at_another_level_after_a_crash(other: str, weights: Any) -> None:
     config = EngineConfig(isa=LEVELS[-1], weights=weights, kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)

@@ -187,7 +187,7 @@ async def test_a_model_with_more_rows_of_embeddings_than_tokens_generates_its_to
     ids=["letters", "limit of words"],
 )
 async def test_a_killed_process_is_replaced_and_the_output_goes_on(
-    slow_engine: None, structure: StructuredOutputs
+    slow_engine: None, forked_engines: None, structure: StructuredOutputs
 ) -> None:
     request = asked(
         prompt(20),

@@ -35,6 +35,8 @@ from tests.support.http_client import HTTPClient
 
 from .poisoned_engine import FATAL_TO_ADD, FATAL_TO_COMPUTE
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
 TEXT_PROCESSOR = TextProcessor.load(model_path(None))
 LONG = 1500  # tokens that take longer than anything that a test does in the meantime

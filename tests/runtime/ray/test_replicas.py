@@ -120,6 +120,7 @@ async def a_server(serve: FakeServe, args: dict[str, Any]) -> AsyncIterator[str]
         await serve.stop(server)
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
     serve = FakeServe()
     for _ in range(2):
@@ -143,6 +144,7 @@ async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
         await left.check_health()
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_what_runs_may_end_over_handles_while_its_replicas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_replica, "node_address", lambda: "10.1.2.3")
     serve = FakeServe()
@@ -162,6 +164,7 @@ async def test_what_runs_may_end_over_handles_while_its_replicas_leave(monkeypat
         assert len((await stream).token_ids) == LONG.max_tokens
 
 
+@pytest.mark.usefixtures("forked_engines")
 async def test_a_server_waits_for_a_port_that_another_one_still_has() -> None:
     serve = FakeServe()
     with socket.create_server(("127.0.0.1", 0)) as former:
