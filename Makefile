@@ -28,6 +28,10 @@ compiled: $(DEV)
 test: compiled
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+# The tests that `make test` runs with each pair of parameters, with all combinations.
+grids: compiled
+	QUIRE_GRIDS=full $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/kernels tests/system/test_same_bits_of_families.py
+
 test-ray: $(DEV)
 	$(INSTALL) '.[ray]' --quiet
 	$(BIN)/python -m pytest -m ray tests/ray
@@ -165,4 +169,4 @@ define install
   || { tail -n 40 .venv/install.log; exit 1; }
 endef
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image
+.PHONY: demo loadtest dashboard compiled test grids test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image

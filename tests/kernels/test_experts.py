@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from quire.pager.layout import KVLayout
 from tests.kernels.conftest import aligned_bytes
 from tests.kernels.test_linear import packed
 from tests.kernels.test_program import pages, tokens, tolerance
+from tests.support.grids import grid
 
 LEVELS = supported_levels()
 RNG = np.random.default_rng(9)
@@ -323,27 +323,28 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "normalized", "sizes"),
-    [
-        (5, 2, True, {}),
-        (40, 3, False, {"hidden": 50, "intermediate": 33}),
-        (1, 1, True, {"hidden": 600, "intermediate": 32}),
-        (6, 3, True, {"bias": True, "unusual": True}),
-        (7, 2, True, {"bias": True, "gated": True, "hidden": 600}),
-        (6, 3, True, {"sigmoid": True}),
-        (7, 2, False, {"sigmoid": True, "gated": True}),
-    ],
+    ("weights", "options", "isa"),
+    grid(
+        ["f32", "bf16", "rotated", "q4"],
+        [
+            {"experts": 5, "top_k": 2},
+            {"experts": 40, "top_k": 3, "normalized": False, "hidden": 50, "intermediate": 33},
+            {"experts": 1, "top_k": 1, "hidden": 600, "intermediate": 32},
+            {"experts": 6, "top_k": 3, "bias": True, "unusual": True},
+            {"experts": 7, "top_k": 2, "bias": True, "gated": True, "hidden": 600},
+            {"experts": 6, "top_k": 3, "sigmoid": True},
+            {"experts": 7, "top_k": 2, "normalized": False, "sigmoid": True, "gated": True},
+        ],
+        LEVELS,
+    ),
 )
-@pytest.mark.parametrize("weights", ["f32", "bf16", "rotated", "q4"])
-def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top_k, normalized, sizes):
-    make = partial(toy, weights=weights, experts=experts, top_k=top_k, normalized=normalized, windows=(0, 0), **sizes)
-    models = {isa: make(isa=isa) for isa in LEVELS}
+def test_a_decoder_with_experts_matches_the_reference(toy, weights, options, isa):
+    model = toy(weights=weights, windows=(0, 0), isa=isa, **{"normalized": True, **options})
     a, b = tokens(120, 1), tokens(60, 2)
     steps = [[(a[:97], 0, pages(5, 6, 7, 8)), (b[:40], 0, pages(9, 10))], [(b[40:41], 40, pages(9, 10))]]
     for step in steps:
-        want = models[LEVELS[0]].run_reference(*step)
-        for isa, model in models.items():
-            assert np.abs(model.run(*step) - want).max() <= 2 * tolerance(weights, "f32") * np.ptp(want), isa
+        want = model.run_reference(*step)
+        assert np.abs(model.run(*step) - want).max() <= 2 * tolerance(weights, "f32") * np.ptp(want)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from quire.kernels.ops import Attention
 
+from tests.support.grids import grid
+
 from .test_program import LEVELS, pages, tokens, tolerance
 
 # Sliding layers have 2 KV heads of 24, full layers 1 of 96 whose values are its keys. The last two store nothing.
@@ -24,10 +26,9 @@ def tables(first: int, count: int) -> list[np.ndarray]:
     return [pages(*range(at, at + count)) for at in (first, first + count)]
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), DTYPES)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_layers_of_several_shapes_match_the_reference(toy, weights, kv, threads, isa):
+@pytest.mark.parametrize(("dtypes", "threads", "isa"), grid(DTYPES, [1, 3], LEVELS))
+def test_layers_of_several_shapes_match_the_reference(toy, dtypes, threads, isa):
+    weights, kv = dtypes
     model = toy(weights=weights, kv=kv, isa=isa, threads=threads, **MIXED)
     a, b = tokens(100, 1), tokens(9, 2)
     tables_a, tables_b = tables(0, 10), tables(20, 2)

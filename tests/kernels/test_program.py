@@ -8,6 +8,8 @@ import pytest
 from quire.kernels import supported_levels
 from quire.kernels.ops import AddGiven, Attention, Linear
 
+from tests.support.grids import grid
+
 LEVELS = supported_levels()
 PORTABLE = ("scalar", "amx-twin")  # Levels in portable C: ten times as slow, with the loops of the others.
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
@@ -26,11 +28,12 @@ def pages(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-@pytest.mark.parametrize("window", [0, 37])
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "rotated", "q4"])
-def test_a_program_matches_the_reference(toy, weights, kv, window):
-    models = {isa: toy(weights=weights, kv=kv, windows=(window,), isa=isa) for isa in LEVELS}
+@pytest.mark.parametrize(
+    ("weights", "kv", "window", "isa"),
+    grid(["f32", "bf16", "q8", "rotated", "q4"], ["f32", "bf16", "int8"], [0, 37], LEVELS),
+)
+def test_a_program_matches_the_reference(toy, weights, kv, window, isa):
+    model = toy(weights=weights, kv=kv, windows=(window,), isa=isa)
     a, b = tokens(330, 1), tokens(90, 2)
     table_a, table_b = pages(*range(20, 9, -1)), pages(30, 3, 31)
     steps = [
@@ -39,9 +42,8 @@ def test_a_program_matches_the_reference(toy, weights, kv, window):
         [(b[41:90], 41, table_b), (a[230:330], 230, table_a)],
     ]
     for step in steps:
-        want = models[LEVELS[0]].run_reference(*step)
-        for isa, model in models.items():
-            assert np.abs(model.run(*step) - want).max() <= tolerance(weights, kv) * np.ptp(want), isa
+        want = model.run_reference(*step)
+        assert np.abs(model.run(*step) - want).max() <= tolerance(weights, kv) * np.ptp(want)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -62,12 +64,17 @@ def test_every_option_of_the_ops_matches_the_reference(toy, weights, kv, rotates
         assert np.abs(got - want).max() <= 3 * tolerance(weights, kv) * np.ptp(want)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("rotated", "int8")])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "head_norm"), [(6, 2, 24, "layer"), (5, 1, 18, "rotated"), (8, 2, 256, "rms")]
+    ("shape", "dtypes", "isa"),
+    grid(
+        [(6, 2, 24, "layer"), (5, 1, 18, "rotated"), (8, 2, 256, "rms")],
+        [("f32", "f32"), ("bf16", "bf16"), ("rotated", "int8")],
+        LEVELS,
+    ),
 )
-def test_gates_and_norms_of_heads_match_the_reference(toy, heads, kv_heads, head_dim, head_norm, weights, kv, isa):
+def test_gates_and_norms_of_heads_match_the_reference(toy, shape, dtypes, isa):
+    heads, kv_heads, head_dim, head_norm = shape
+    weights, kv = dtypes
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_norm": head_norm}
     model = toy(weights=weights, kv=kv, windows=(0, 37), gated=True, bias=True, isa=isa, **sizes)
     a, b = tokens(100, 1), tokens(9, 2)
@@ -103,22 +110,28 @@ def test_gates_of_heads_that_are_normed_together_are_refused(toy):
         model.bind()
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)]
+    ("shape", "kv", "isa"),
+    grid(
+        [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)],  # query heads, KV heads, their size
+        ["f32", "f16", "bf16", "int8"],
+        LEVELS,
+    ),
 )
-def test_any_head_shape_matches_the_reference(toy, heads, kv_heads, head_dim, kv):
+def test_any_head_shape_matches_the_reference(toy, shape, kv, isa):
     sequence = (tokens(100), 0, pages(5, 4, 3, 2))
-    sizes = {"kv": kv, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "qk_norm": False}
-    want = toy(**sizes).run_reference(sequence)
-    for isa in LEVELS:
-        assert np.abs(toy(**sizes, isa=isa).run(sequence) - want).max() <= tolerance("f32", kv) * np.ptp(want), isa
+    heads, kv_heads, head_dim = shape
+    model = toy(kv=kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=False, isa=isa)
+    want = model.run_reference(sequence)
+    assert np.abs(model.run(sequence) - want).max() <= tolerance("f32", kv) * np.ptp(want)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("hidden", "intermediate"), [(50, 100), (32, 48), (33, 1), (272, 33)])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "rotated", "q4"])
-def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, intermediate, isa):
+@pytest.mark.parametrize(
+    ("weights", "widths", "isa"),
+    grid(["f32", "bf16", "q8", "rotated", "q4"], [(50, 100), (32, 48), (33, 1), (272, 33)], LEVELS),
+)
+def test_any_width_with_biases_matches_the_reference(toy, weights, widths, isa):
+    hidden, intermediate = widths
     model = toy(weights=weights, hidden=hidden, intermediate=intermediate, bias=True, isa=isa)
     stale = model.program.view(model.activated)
     stale.fill(1)
@@ -129,22 +142,25 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
         assert not stale[:73, intermediate:].any(), "padding is zero, whatever the memory held before"
 
 
-@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
-    ("weights", "kv", "unusual"),
-    [
-        ("f32", "f32", False),
-        ("bf16", "bf16", False),
-        ("q8", "bf16", False),
-        ("rotated", "int8", False),
-        ("rotated", "int8", True),
-        ("q4", "int8", False),
-        ("f32", "int8", False),
-        ("f32", "f16", True),
-    ],
+    ("window", "options", "isa"),
+    grid(
+        [0, 100],
+        [
+            ("f32", "f32", False),
+            ("bf16", "bf16", False),
+            ("q8", "bf16", False),
+            ("rotated", "int8", False),
+            ("rotated", "int8", True),
+            ("q4", "int8", False),
+            ("f32", "int8", False),
+            ("f32", "f16", True),
+        ],
+        LEVELS,
+    ),
 )
-@pytest.mark.parametrize("window", [0, 100])
-def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusual, isa):
+def test_same_bits_at_every_chunking_of_a_prompt(toy, window, options, isa):
+    weights, kv, unusual = options
     prompt = tokens(300)
     table = pages(*range(7, 17))
 
@@ -189,9 +205,7 @@ def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
         assert logits[place].tobytes() == want, f"among {others} others"
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("unusual", [False, True])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "rotated", "q4"])
+@pytest.mark.parametrize(("weights", "unusual", "isa"), grid(["f32", "bf16", "rotated", "q4"], [False, True], LEVELS))
 def test_same_bits_on_any_number_of_threads(toy, weights, unusual, isa):
     prompt = tokens(150)
     table = pages(*range(5))
@@ -210,9 +224,7 @@ def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv)
     assert len({toy(isa=isa, **options).run((prompt, 0, table)).tobytes() for isa in LEVELS}) == 1
 
 
-@pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(("window", "kv", "isa"), grid([0, 300], ["f32", "f16", "bf16", "int8"], LEVELS))
 def test_same_bits_when_the_splits_of_a_long_sequence_are_partitioned(toy, window, kv, isa):
     """Alone on several threads, a split is a unit of work; in a wide batch or on one thread, a whole head is."""
     prompt = tokens(602)
@@ -263,15 +275,8 @@ def test_layer_groups_match_the_reference_while_pages_leave_their_windows(toy, k
 
 
 @pytest.mark.parametrize(
-    ("isa", "windows"),
-    [
-        (isa, windows)
-        for windows in ((300,), (37, 0), (300, 37))
-        for isa in LEVELS
-        if isa != "scalar" or windows == (300, 37)  # scalar is slow
-    ],
+    ("windows", "kv", "isa"), grid([(300,), (37, 0), (300, 37)], ["f32", "f16", "bf16", "int8"], LEVELS)
 )
-@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 def test_same_bits_whether_pages_that_left_the_window_are_kept_or_overwritten(toy, windows, kv, isa):
     """At every chunking and number of threads, with and without partitioning of splits."""
     prompt = tokens(600)
