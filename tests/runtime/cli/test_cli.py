@@ -540,9 +540,9 @@ def test_a_port_in_use_is_an_error(quire: Quire) -> None:
 WARM = "This module provides access to the functions that are defined by the C standard. " * 6
 
 
-def served(folder: Path, snapshot: Path, *flags: str) -> tuple[Any, str]:
+def served(folder: Path, snapshot: Path) -> tuple[Any, str]:
     """Send one prompt to a server and terminate it; return the completion and the server's log."""
-    with server(folder, "--port", "0", "--prefix-snapshot", str(snapshot), *flags) as (process, ready):
+    with server(folder, "--port", "0", "--prefix-snapshot", str(snapshot)) as (process, ready):
         with Client(address_in(ready)) as client:
             done = client.complete(WARM, SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2))
         process.send_signal(signal.SIGTERM)
@@ -552,7 +552,7 @@ def served(folder: Path, snapshot: Path, *flags: str) -> tuple[Any, str]:
     return done, errors
 
 
-def test_a_snapshot_makes_a_restart_warm_and_a_damaged_one_is_ignored(hostile_folder: Path, tmp_path: Path) -> None:
+def test_a_snapshot_makes_a_restart_warm(hostile_folder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "prefixes.quire"
     cold, errors = served(hostile_folder, snapshot)
     assert cold.usage.cached_tokens == 0
@@ -563,17 +563,6 @@ def test_a_snapshot_makes_a_restart_warm_and_a_damaged_one_is_ignored(hostile_fo
     assert warm.usage.cached_tokens == 64
     assert "prefix snapshot loaded" in errors
     assert warm.outputs == cold.outputs, "the same bits, with logprobs"
-
-    whole = snapshot.read_bytes()
-    snapshot.write_bytes(whole[:-1000])
-    again, errors = served(hostile_folder, snapshot)
-    assert (again.usage.cached_tokens, again.outputs) == (0, cold.outputs)
-    assert "starting cold" in errors
-    assert "too short" in errors
-
-    other, errors = served(hostile_folder, snapshot, "--weights", "q8")
-    assert other.usage.cached_tokens == 0
-    assert "to another model" in errors
 
 
 def test_a_file_that_is_not_a_snapshot_is_not_overwritten(quire: Quire, tmp_path: Path) -> None:

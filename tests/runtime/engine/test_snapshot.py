@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def new_request(max_tokens: int, prompt_tokens: int = 100) -> GenerateRequest:
     ids=["same", "weights", "kv_cache_dtype", "page_size"],
 )
 async def test_pages_are_loaded_only_into_settings_that_compute_the_same_bits(
-    tmp_path: Path, changed: dict[str, Any], is_loaded: bool
+    tmp_path: Path, logs: list[MutableMapping[str, Any]], changed: dict[str, Any], is_loaded: bool
 ) -> None:
     path = tmp_path / "prefixes"
     async with started() as engine, prefix_snapshot(engine.core, path):
@@ -48,6 +48,25 @@ async def test_pages_are_loaded_only_into_settings_that_compute_the_same_bits(
     assert num_cached > 0
     async with started(**changed) as engine, prefix_snapshot(engine.core, path):
         assert engine.stats().pages_cached == (num_cached if is_loaded else 0)
+    refusals = [log["reason"] for log in logs if log["event"] == "prefix snapshot not used, starting cold"]
+    assert ["belongs to another model" in reason for reason in refusals] == [True] * (not is_loaded)
+
+
+async def test_a_damaged_file_is_replaced_by_the_cache_of_an_engine_that_starts_cold(
+    tmp_path: Path, logs: list[MutableMapping[str, Any]]
+) -> None:
+    path = tmp_path / "prefixes"
+    async with started() as engine, prefix_snapshot(engine.core, path):
+        wanted = await one_by_one(engine, [asked(prompt(70))])
+        num_cached = engine.stats().pages_cached
+    path.write_bytes(path.read_bytes()[:-1000])
+    async with started() as engine, prefix_snapshot(engine.core, path):
+        assert engine.stats().pages_cached == 0
+        assert await one_by_one(engine, [asked(prompt(70))]) == wanted
+    (reason,) = [log["reason"] for log in logs if log["event"] == "prefix snapshot not used, starting cold"]
+    assert "too short" in reason
+    async with started() as engine, prefix_snapshot(engine.core, path):
+        assert engine.stats().pages_cached == num_cached
 
 
 @pytest.mark.parametrize(("max_model_len", "is_loaded"), [(65, True), (64, False)])
