@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from ...common.errors import ContextLengthExceeded, QuireError, Unavailable
-from ..http.errors import JSON, HTTPAnswer, named, retry_headers, status_of
+from ..http.errors import JSON, HTTPAnswer, kind_of, named, retry_headers
 
 TOO_LONG = "prompt is too long: "  # words by which coding agents decide to compact a conversation
 
@@ -36,7 +36,7 @@ def error_event(error: QuireError, names: Mapping[str, str], request_id: str) ->
 
 
 def _status(error: QuireError) -> int:
-    return OVERLOADED if isinstance(error, Unavailable) else status_of(error)
+    return OVERLOADED if isinstance(error, Unavailable) else kind_of(error).status
 
 
 def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str], request_id: str) -> bytes:

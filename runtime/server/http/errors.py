@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...common.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -24,17 +25,26 @@ STRUCTURED_OUTPUTS = "structured_outputs"  # the engine's name of the field with
 RETRY_UNAVAILABLE_MS = 1000  # retry time for Unavailable, whose end is unknown
 
 
+class ErrorKind(NamedTuple):
+    """A class of errors over HTTP: its status, and its type and code in OpenAI's form."""
+
+    status: int
+    type: str
+    code: str | None
+
+
 # The first matching class decides.
-_STATUSES: tuple[tuple[type[QuireError], int], ...] = (
-    (InvalidRequest, 400),
-    (Unauthenticated, 401),
-    (RequestNotFound, 404),
-    (QuotaExceeded, 429),
-    (Overloaded, 429),
-    (Unavailable, 503),
-    (DeadlineExceeded, 504),
-    (Cancelled, 499),
-    (QuireError, 500),
+_KINDS: tuple[tuple[type[QuireError], ErrorKind], ...] = (
+    (ContextLengthExceeded, ErrorKind(400, "invalid_request_error", "context_length_exceeded")),
+    (InvalidRequest, ErrorKind(400, "invalid_request_error", None)),
+    (Unauthenticated, ErrorKind(401, "invalid_request_error", "invalid_api_key")),
+    (RequestNotFound, ErrorKind(404, "invalid_request_error", "not_found")),
+    (QuotaExceeded, ErrorKind(429, "insufficient_quota", "insufficient_quota")),
+    (Overloaded, ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")),
+    (Unavailable, ErrorKind(503, "server_error", "server_unavailable")),
+    (DeadlineExceeded, ErrorKind(504, "timeout_error", "timeout")),
+    (Cancelled, ErrorKind(499, "invalid_request_error", "cancelled")),
+    (QuireError, ErrorKind(500, "server_error", "server_error")),
 )
 
 
@@ -106,11 +116,10 @@ def _valid(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def status_of(error: QuireError) -> int:
-    """Return the status of an error; a refusal before the engine has its own."""
-    if isinstance(error, BadRequest):
-        return error.status
-    return next(status for cls, status in _STATUSES if isinstance(error, cls))
+def kind_of(error: QuireError) -> ErrorKind:
+    """Return the kind of an error; a refusal before the engine has its own status and code."""
+    kind = next(kind for cls, kind in _KINDS if isinstance(error, cls))
+    return kind._replace(status=error.status, code=error.error_code) if isinstance(error, BadRequest) else kind
 
 
 def retry_headers(error: QuireError) -> dict[str, str]:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from ...common.errors import QuireError
-from ..http.errors import JSON, HTTPAnswer, named, retry_headers, status_of
+from ..http.errors import JSON, HTTPAnswer, kind_of, named, retry_headers
 
 
 def error_answer(error: QuireError, fields: Collection[str], names: Mapping[str, str], _request_id: str) -> HTTPAnswer:
     """Return `error` as an answer. See `DoorForm`."""
-    return HTTPAnswer(status_of(error), _body(error, fields, names), JSON, retry_headers(error))
+    return HTTPAnswer(kind_of(error).status, _body(error, fields, names), JSON, retry_headers(error))
 
 
 def error_line(error: QuireError, names: Mapping[str, str], _request_id: str) -> bytes:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.server.http import image_urls
+from quire.runtime.server.http.errors import BadRequest
 from quire.runtime.server.http.image_urls import ImageFetcher
-from quire.runtime.server.openai.errors import BadRequest
 
 FILES = Path(__file__).resolve().parents[3] / "data" / "tls"
 IMAGE = b"\x89PNG" + bytes(range(96))

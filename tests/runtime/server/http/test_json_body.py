@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 import pytest
+from quire.runtime.server.http.errors import BadRequest
 from quire.runtime.server.http.json_body import PARSED_AT_ONCE, parse_object
-from quire.runtime.server.openai.errors import BadRequest
 
 LONG = b" " * PARSED_AT_ONCE
 
