@@ -144,14 +144,12 @@ class StepResult:
     drafting: DraftResult = NO_DRAFTS
 
 
-def accepted_tokens(sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> Sequence[int]:
-    """Return the tokens of a sequence's samples up to the first that differs from its draft token or has no token."""
-    accepted: list[int] = []
-    drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :] if len(samples) > 1 else ()
-    for token, draft in zip(samples, (*drafts, None), strict=True) if samples else ():
-        if token.error is not None or token.is_deferred:
-            break
-        accepted.append(token.token_id)
-        if token.token_id != draft:
-            break
-    return accepted
+def verified_samples(sequence: ScheduledSequence, samples: Sequence[SampledToken]) -> Sequence[SampledToken]:
+    """Return a sequence's samples up to the first that differs from its draft token, or that has no token."""
+    last = len(samples) - 1
+    for index, sample in enumerate(samples):
+        if sample.error is not None or sample.is_deferred:
+            return samples[:index]
+        if index < last and sample.token_id != sequence.token_ids[index - last]:
+            return samples[: index + 1]
+    return samples

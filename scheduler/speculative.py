@@ -16,7 +16,7 @@ from .acceptance import DRAFTER_MEMORY, AcceptanceRate, DraftLengths
 from .cost import CostModel, StepLoad
 from .draft_model import DraftModel
 from .drafters import Drafter, PromptLookup, SuffixLookup
-from .plan import DraftResult, DraftTask, SampledToken, ScheduledSequence
+from .plan import DraftResult, DraftTask, SampledToken, ScheduledSequence, verified_samples
 from .request import Ending, Request, State
 
 MARGIN = 1.25  # factor of the cost of draft tokens that may be wrong
@@ -231,23 +231,19 @@ class Speculator:
 def accept_samples(
     request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
 ) -> tuple[Sequence[SampledToken], Ending | None]:
-    """Append the samples to the request up to the first one after a wrong draft token.
+    """Append the verified samples to the request, up to its end.
 
     Returns the accepted samples, and the request's end if one of them ends it. Without draft tokens a failed sample is
     the end. With draft tokens, the failure may come from the key and value of a wrong draft, which every row of the
     step reads, masked (0 * NaN is NaN): that row must be computed again without drafts. So must the row of a deferred
     sample.
     """
-    last = len(samples) - 1
-    for index, sample in enumerate(samples):
-        if sample.is_deferred:
-            return samples[:index], None
-        if sample.error is not None:
-            return samples[:index], None if last else Ending(error=sample.error)
+    verified = verified_samples(row, samples)
+    for index, sample in enumerate(verified):
         request.append(sample.token_id, now)
         reason = request.natural_end()
         if reason is not None:
-            return samples[: index + 1], Ending(reason)
-        if index < last and sample.token_id != row.token_ids[index - last]:
-            return samples[: index + 1], None
-    return samples, None
+            return verified[: index + 1], Ending(reason)
+    if not verified and len(samples) == 1 and not samples[0].is_deferred:
+        return verified, Ending(error=samples[0].error)
+    return verified, None

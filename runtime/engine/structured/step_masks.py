@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ....scheduler.plan import ScheduledSequence, StepResult, accepted_tokens
+from ....scheduler.plan import ScheduledSequence, StepResult, verified_samples
 from ...model.runner import AllowedTokens
 from .masks import HOLD_S, MaskJob, MaskQueue, RunningGrammar
 
@@ -60,7 +60,8 @@ class StepMasks:
                 if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
                     continue
                 held = running.compiled
-            accepted = accepted_tokens(sequence, sampled[at : at + sequence.num_samples])
+            verified = verified_samples(sequence, sampled[at : at + sequence.num_samples])
+            accepted = [sample.token_id for sample in verified]
             running.accept(accepted)
             running.end += len(accepted)
             forced = running.forced(max_forced) if running.may_force else ()

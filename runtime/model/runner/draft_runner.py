@@ -21,7 +21,7 @@ from ....scheduler.plan import (
     ScheduledSequence,
     StepPlan,
     StepResult,
-    accepted_tokens,
+    verified_samples,
 )
 from ...common.config import EngineConfig
 from .. import model_path, pack_model
@@ -210,7 +210,8 @@ def _accepted(plan: StepPlan, result: StepResult) -> Iterator[tuple[ScheduledSeq
     """Yield each sequence of a step with the tokens that it gained."""
     at = 0
     for sequence in plan.sequences:
-        yield sequence, accepted_tokens(sequence, result.sampled[at : at + sequence.num_samples])
+        samples = verified_samples(sequence, result.sampled[at : at + sequence.num_samples])
+        yield sequence, [sample.token_id for sample in samples]
         at += sequence.num_samples
 
 
