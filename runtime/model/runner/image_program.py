@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels import Pool, Program
+from ....kernels import Pool
 from ....kernels.ops import EphemeralAttention, Linear, Op
 from ...common.errors import ConfigError
 from ..program import ProgramPlan
 from .paced_work import WorkPiece
-from .staged_program import stage_ends
+from .staged_program import program_without_pages, stage_ends
 
 LEAST_ROWS = 32  # rows of a part: fewer would mostly read weights
 TILE = 64  # queries, or keys and values, of an item of attention
@@ -26,18 +26,8 @@ class ImageProgram:
 
     def __init__(self, plan: ProgramPlan, max_rows: int, max_texts: int, vocab_size: int, pool: Pool, isa: str) -> None:
         try:
-            self._program = Program(
-                plan.ops,
-                plan.arena_bytes,
-                None,
-                None,
-                0,
-                pool,
-                max_rows=max_rows,
-                max_samples=max_texts,
-                max_sequences=max_texts,
-                vocab_size=vocab_size,
-                isa=isa,
+            self._program = program_without_pages(
+                plan, pool, isa, max_rows=max_rows, max_texts=max_texts, vocab_size=vocab_size
             )
         except MemoryError as error:
             raise ConfigError(

@@ -24,18 +24,8 @@ class StagedProgram:
         """Take `plan.arena_bytes` of memory. Raises MemoryError."""
         self._ends = stage_ends(plan.ops)
         self.num_stages = len(self._ends)  # one per layer, with the ops before the first and after the last
-        self.program = Program(
-            plan.ops,
-            plan.arena_bytes,
-            None,
-            None,
-            0,
-            pool,
-            max_rows=max_rows,
-            max_samples=max_texts,
-            max_sequences=max_texts,
-            vocab_size=vocab_size,
-            isa=isa,
+        self.program = program_without_pages(
+            plan, pool, isa, max_rows=max_rows, max_texts=max_texts, vocab_size=vocab_size
         )
         self.kv_dtype = next((op.pages.dtype for op in plan.ops if isinstance(op, EphemeralAttention)), "f32")
         self._token_ids = self._row_start = np.zeros(0, np.int32)
@@ -77,3 +67,22 @@ def stage_ends(ops: Sequence[object]) -> list[int]:
     """Return the op after each stage: a stage ends before the next layer's projection to queries, keys and values."""
     starts = [index - 1 for index, op in enumerate(ops) if isinstance(op, EphemeralAttention)]
     return [*starts[1:], len(ops)]
+
+
+def program_without_pages(
+    plan: ProgramPlan, pool: Pool, isa: str, *, max_rows: int, max_texts: int, vocab_size: int
+) -> Program:
+    """Return a program that keeps no keys and values, with `plan.arena_bytes` of memory. Raises MemoryError."""
+    return Program(
+        plan.ops,
+        plan.arena_bytes,
+        None,
+        None,
+        0,
+        pool,
+        max_rows=max_rows,
+        max_samples=max_texts,
+        max_sequences=max_texts,
+        vocab_size=vocab_size,
+        isa=isa,
+    )
