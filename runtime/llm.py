@@ -24,7 +24,7 @@ from .common.prompts import PromptImage, as_documents, as_prompts, as_token_ids,
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, ToolChoice, check_arguments, join_chunks
 from .engine import EmbedRequest, Engine, GenerateRequest, LocalEngine
-from .engine.output import Stream
+from .engine.stream import Stream
 from .hub import cached, parse_reference
 
 Prompt = str | Sequence[int]

@@ -87,7 +87,8 @@ class Committer:
             computed = self._speculator.resolve(request, samples, tokens, computed, now)
         if tokens and (tokens[-1].forced or request.forced):
             self._speculator.expect(request, tokens[-1].forced)
-        self._note_computed(request, computed)
+        self.recomputed_tokens += request.note_computed(computed)
+        self._pager.commit(table, request.token_ids)
         if ending is not None:
             return self._end(request, ending, tokens)
         if self._batch.is_protected(request):

@@ -174,7 +174,8 @@ class Scheduler:
         if self._in_flight is not None:
             raise StepMismatch(f"step {self._in_flight.step_id} is still in flight")
         self._in_flight = self._planner.plan()
-        self._audit()
+        if self._debug:
+            self._audit()
         return self._in_flight
 
     def commit(self, result: StepResult) -> list[RequestUpdate]:
@@ -375,12 +376,12 @@ class Scheduler:
     def _finish_step(self) -> None:
         self._in_flight = None
         self.num_steps += 1
-        self._audit()
+        if self._debug:
+            self._audit()
 
     def _is_in_flight(self, request_id: int) -> bool:
         plan = self._in_flight
         return plan is not None and any(row.request_id == request_id for row in plan.sequences)
 
     def _audit(self) -> None:
-        if self._debug:
-            check(self._pager, [table_of(request) for request in self._batch.requests.values()])
+        check(self._pager, [table_of(request) for request in self._batch.requests.values()])

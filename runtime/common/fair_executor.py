@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 from .errors import GenerationFailed, Unavailable
-from .job_threads import JobThreads
+from .job_threads import JobThreads, Outcome, outcome_of
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
 JOB_LIMIT_S = 60.0  # limit for one text: a text of a million tokens takes some seconds
@@ -80,6 +80,8 @@ class FairExecutor:
                 self._run(job)
 
     def _run(self, job: _Job) -> None:
+        """Run a job in an idle thread."""
+        loop = asyncio.get_running_loop()
         is_abandoned = False
 
         def abandon() -> None:
@@ -91,25 +93,22 @@ class FairExecutor:
                 job.result.set_exception(GenerationFailed(f"the text took more than {JOB_LIMIT_S:.0f} s"))
             self._run_next()
 
-        def on_done(done: asyncio.Future[Any]) -> None:
+        def tell(outcome: Outcome) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end, outcome)
+
+        def end(outcome: Outcome) -> None:
             timer.cancel()
             if is_abandoned:
                 self._num_abandoned -= 1
             else:
                 self._num_idle += 1
-            if not job.result.done():
-                if done.cancelled():
-                    job.result.cancel()
-                elif (error := done.exception()) is not None:
-                    job.result.set_exception(error)
-                else:
-                    job.result.set_result(done.result())
-            elif not done.cancelled():
-                done.exception()  # retrieved, or asyncio logs it: the caller has given up
+            outcome.settle(job.result)
             self._run_next()
 
-        timer = asyncio.get_running_loop().call_later(JOB_LIMIT_S, abandon)
-        self._threads.call(job.call[0]).add_done_callback(on_done)
+        timer = loop.call_later(JOB_LIMIT_S, abandon)
+        function = job.call[0]
+        self._threads.submit(lambda: tell(outcome_of(function)), at_once=True)
 
 
 def _closed() -> Unavailable:

@@ -6,15 +6,42 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 SLOW_S = 10.0  # time after which another thread takes over for the jobs that wait
 MAX_SLOW = 2  # slow jobs that run in addition to others: each takes memory, and time of a core
 STUCK_S = 60.0  # a job that takes longer is not counted: it may never end
 
 Result = TypeVar("Result")
+
+
+class Outcome(NamedTuple):
+    """The end of a call: its result, or its error."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+    def settle(self, future: asyncio.Future[Any]) -> None:
+        """Give the outcome to a future, unless that is done."""
+        if future.done():
+            return
+        if self.error is None:
+            future.set_result(self.result)
+        else:
+            future.set_exception(self.error)
+
+
+def outcome_of(function: Callable[[], Any]) -> Outcome:
+    """Call a function. An exception that no future takes is the cause of another one."""
+    try:
+        return Outcome(function())
+    except StopIteration as error:
+        refused = RuntimeError("the function raised StopIteration, which no future takes")
+        refused.__cause__ = error
+        return Outcome(error=refused)
+    except BaseException as error:
+        return Outcome(error=error)
 
 
 class JobThreads:
@@ -30,41 +57,32 @@ class JobThreads:
         self._workers: list[_Worker] = []
         self._slow: list[_Worker] = []  # workers that were replaced
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run a job, which must not raise, after all earlier jobs have begun."""
+    def submit(self, job: Callable[[], None], *, at_once: bool = False) -> None:
+        """Run a job, which must not raise, after all earlier jobs have begun.
+
+        `at_once`: if all threads have a job, a spare one is started.
+        """
+        if at_once and all(worker.started for worker in self._workers):
+            self._workers.append(_Worker(self._queue, self._name))
         self._queue.put(job)
         self.replace_slow()
 
     def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> asyncio.Future[Result]:
-        """Run a function in a thread; return its future result. The thread then calls `then`.
+        """Run a function in a thread at once; return its future result. The thread then calls `then`.
 
-        If necessary, a spare thread is started, so that no call waits for another call's `then`.
+        So no call waits for another call's `then`.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
-        def tell(outcome: Callable[[], None]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
-
         def run() -> None:
-            try:
-                result = function()
-            except StopIteration as error:
-                refused = RuntimeError("the function raised StopIteration, which no future takes")
-                refused.__cause__ = error
-                tell(partial(done.set_exception, refused))
-                return
-            except BaseException as error:
-                tell(partial(done.set_exception, error))
-                return
-            tell(partial(done.set_result, result))
-            if then is not None:
+            outcome = outcome_of(function)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(outcome.settle, done)
+            if then is not None and outcome.error is None:
                 then()
 
-        if all(worker.started for worker in self._workers):
-            self._workers.append(_Worker(self._queue, self._name))
-        self.submit(run)
+        self.submit(run, at_once=True)
         return done
 
     def replace_slow(self) -> None:
@@ -94,16 +112,12 @@ class _Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
-        while not self.is_replaced and self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run the next job. Return False if there will be none. The thread keeps no job while it waits."""
-        job = self._queue.get()
-        if job is None:
-            self._queue.put(None)  # None ends the next thread too
-            return False
-        self.started = time.monotonic()
-        job()
-        self.started = 0.0
-        return True
+        while not self.is_replaced:
+            job = self._queue.get()
+            if job is None:
+                self._queue.put(None)  # None ends the next thread too
+                return
+            self.started = time.monotonic()
+            job()
+            self.started = 0.0
+            del job  # the thread keeps no job while it waits

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..common.errors import InvalidRequest
 from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .facade import GenerateRequest, NewParser
-from .text import IncrementalDetokenizer, OutputParser
+from .text import Detokenizer, OutputParser
 
 SLICE_TOKENS = 1024  # tokens replayed at a time: with many stop strings a token takes some tens of microseconds
 
@@ -22,7 +22,7 @@ class ReplayedOutput(NamedTuple):
 
     choice: int
     token_ids: tuple[int, ...]
-    detokenizer: IncrementalDetokenizer | None
+    detokenizer: Detokenizer | None
     parser: OutputParser | None
 
 
@@ -38,7 +38,7 @@ def replay(
     request: GenerateRequest,
     params: SamplingParams,
     stop_ids: Collection[int],
-    new_detokenizer: Callable[[], IncrementalDetokenizer | None],
+    new_detokenizer: Callable[[], Detokenizer | None],
     new_parser: NewParser | None,
 ) -> Iterator[Continuation | None]:
     """Replay the outputs of a request with `generated` in slices: yield None after each slice, and finally all outputs.

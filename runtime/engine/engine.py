@@ -45,8 +45,9 @@ from .input import (
     scheduled_requests,
 )
 from .live_outputs import LiveOutputs
-from .output import Stream, StreamingOutput, output_class
+from .output import StreamingOutput, output_class
 from .preparing import PromptPreparer
+from .stream import Stream
 from .text import Token
 from .text_processor import TextProcessor
 from .token_texts import TokenTexts
@@ -278,7 +279,7 @@ class Engine(Generic[CoreT]):
             lambda: self._cancel(requests),
             prepared.new_parser,
             reads_output=request.reads_output,
-            prompt_has_text=self.text_processor.has_text(token_ids),
+            has_text=self.text_processor.has_text,
         )
         return output_class(params)(
             stream,

@@ -61,8 +61,10 @@ class LiveOutputs:
         for index, end in enumerate(ends, 1):
             is_last = index == len(ends) and not output.sequences
             usage = output.usage() if is_last else None
-            output.stream.put(msgspec.structs.replace(end, usage=usage), is_read=True)
-            if usage is not None:
+            if usage is None:
+                output.stream.put_read(end)
+            else:
+                output.stream.end(msgspec.structs.replace(end, usage=usage), is_read=True)
                 self._report(output, end.finish_reason, None, usage, time.monotonic())
 
     def stop(self) -> None:
@@ -89,7 +91,8 @@ class LiveOutputs:
             output = sequence.output
             num_before = sequence.num_tokens
             try:
-                chunks = output.receive(sequence, update)
+                tokens, text = sequence.read(update)
+                chunks = output.chunks(sequence, tokens, text)
             except Exception as error:  # the detokenizer failed: only this request ends
                 text = f"the generated tokens could not be turned into text: {error}"
                 self._fail(output, GenerationFailed(text), now)
@@ -123,7 +126,7 @@ class LiveOutputs:
         self._embedder.fail_all()
         for output in {id(sequence.output): sequence.output for sequence in self._sequences.values()}.values():
             error = output.error or GenerationFailed("the engine stopped unexpectedly")
-            output.stream.put(error)
+            output.stream.end(error)
             self._report(output, None, error, output.usage(), now)
         self._sequences.clear()
 
@@ -144,13 +147,13 @@ class LiveOutputs:
         *others, last = chunks
         for chunk in others:
             output.stream.put(chunk)
-        output.stream.put(msgspec.structs.replace(last, usage=usage))
+        output.stream.end(msgspec.structs.replace(last, usage=usage))
         self._report(output, last.finish_reason, None, usage, now)
 
     def _fail(self, output: StreamingOutput, error: QuireError, now: float) -> None:
         """End a request and all its sequences with one error."""
         self._drop_sequences(output, str(error))
-        output.stream.put(error)
+        output.stream.end(error)
         self._report(output, None, error, output.usage(), now)
 
     def _drop_sequences(self, output: StreamingOutput, why: str) -> None:

@@ -7,127 +7,25 @@ depends on the tokens alone, not on how the core grouped them into updates, and 
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import msgspec
-
-from ...scheduler import AdmissionEstimate, FinalCounters, Request, RequestUpdate, SampledToken
+from ...scheduler import FinalCounters, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from ..model.runner import ReasoningMarkers, find_reasoning
 from .continuation import Continuation
-from .facade import GenerateRequest, NewParser
-from .text import IncrementalDetokenizer, OutputParser
+from .facade import GenerateRequest
+from .stream import Stream
+from .text import Detokenizer
 
 NO_COUNTERS = FinalCounters()
-NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
+NewDetokenizer = Callable[[], Detokenizer | None]  # None: the model has no tokenizer
 
 _token_id = attrgetter("token_id")
-
-
-class Stream:
-    """The output of one accepted request: written by the engine, read once, by `deliver` or by iterating.
-
-    Implements `facade.Generation`. `put` never waits, so a slow reader cannot delay a step; an iterator's queue holds
-    at most the request's own `n * max_tokens` chunks. Nothing follows the last chunk or the error.
-    """
-
-    admission: AdmissionEstimate  # set before `Engine.submit` returns the stream
-
-    def __init__(
-        self,
-        prompt_token_ids: tuple[int, ...],
-        seed: int,
-        cancel: Callable[[], None],
-        new_parser: NewParser | None = None,
-        *,
-        reads_output: bool = False,
-        prompt_has_text: bool = True,
-    ) -> None:
-        self.prompt_token_ids = prompt_token_ids
-        self.prompt_has_text = prompt_has_text
-        self.seed = seed
-        self.new_parser = new_parser
-        self._reads_output = reads_output and new_parser is not None
-        self._parsers: dict[int, OutputParser] = {}  # output -> parser, if the stream reads outputs
-        self._cancel = cancel
-        self._on_prefill: Callable[[int], None] | None = None
-        self._early: deque[OutputChunk | QuireError] = deque()  # items that came before there was a reader
-        self._receive: Callable[[OutputChunk | QuireError], object] = self._early.append
-        self._ended = False
-        self._has_reader = False
-
-    def put(self, item: OutputChunk | QuireError, *, is_read: bool = False) -> None:
-        """Append a chunk or the error that ends the stream. A chunk with usage ends it too.
-
-        `is_read`: a parser has read all of the output's text, including the text that it held back.
-        """
-        if not self._ended:
-            self._ended = isinstance(item, QuireError) or item.usage is not None
-            reads = self._reads_output and not is_read and isinstance(item, OutputChunk)
-            self._receive(self._read(item) if reads and isinstance(item, OutputChunk) else item)
-
-    def go_on(self, choice: int, parser: OutputParser) -> None:
-        """Read an output with a parser that has already read the beginning of its text."""
-        self._parsers[choice] = parser
-
-    def _read(self, chunk: OutputChunk) -> OutputChunk:
-        """Return the chunk with the answer as its text, and with reasoning and tool calls as deltas."""
-        if (parser := self._parsers.get(chunk.choice)) is None:
-            assert self.new_parser is not None, "the stream reads outputs"
-            parser = self._parsers[chunk.choice] = self.new_parser()
-        found = parser.feed(chunk.text)
-        if chunk.finish_reason is not None:
-            found += parser.finish(is_cut=chunk.finish_reason != "stop")
-        text = "".join(delta.text for delta in found if delta.kind == "content")
-        deltas = tuple(delta for delta in found if delta.kind != "content")
-        return msgspec.structs.replace(chunk, text=text, deltas=deltas or None)
-
-    def deliver(self, receive: Callable[[OutputChunk | QuireError], object]) -> None:
-        """See `facade.Generation.deliver`."""
-        if self._has_reader:
-            raise RuntimeError("a stream can be read only once")
-        self._has_reader = True
-        while self._early:
-            receive(self._early.popleft())
-        self._receive = receive
-
-    def watch_prefill(self, callback: Callable[[int], None]) -> None:
-        """See `facade.Generation.watch_prefill`."""
-        self._on_prefill = callback
-
-    def note_prefill(self, num_tokens: int) -> None:
-        """Report that the first `num_tokens` tokens of the prompt are computed and the rest is not."""
-        if self._on_prefill is not None:
-            self._on_prefill(min(num_tokens, len(self.prompt_token_ids)))
-
-    def cancel(self) -> None:
-        """See `facade.Generation.cancel`."""
-        if not self._ended:
-            self._cancel()
-
-    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        items: asyncio.Queue[OutputChunk | QuireError] = asyncio.Queue()
-        self.deliver(items.put_nowait)
-        try:
-            while True:
-                item = await items.get()
-                if isinstance(item, QuireError):
-                    try:
-                        raise item
-                    finally:
-                        del item  # the error's traceback holds this frame
-                yield item
-                if item.usage is not None:
-                    return
-        finally:
-            self.cancel()
 
 
 @dataclass(slots=True)
@@ -137,7 +35,7 @@ class SequenceOutput:
     output: StreamingOutput  # output of the request
     index: int  # index among the request's sequences
     request: Request
-    detokenizer: IncrementalDetokenizer | None
+    detokenizer: Detokenizer | None
     num_tokens: int = 0  # generated tokens that are part of the output
     first_token_s: float | None = None  # time of the first token, without tokens of another server
     last_tokens_s: float | None = None  # time of the most recent tokens
@@ -231,12 +129,11 @@ class StreamingOutput:
                 self.stream.go_on(output.choice, output.parser)
         return sequences
 
-    def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
-        """Note an update, and return the chunks that can be sent now. The request's last chunk still lacks its usage.
+    def chunks(self, sequence: SequenceOutput, tokens: Sequence[SampledToken], text: str) -> Sequence[OutputChunk]:
+        """Return the chunks that can be sent after a sequence has read `tokens` and `text`.
 
-        Raises whatever the detokenizer raises.
+        The request's last chunk still lacks its usage. Raises whatever the detokenizer raises.
         """
-        tokens, text = sequence.read(update)
         reason = sequence.finish_reason
         if not tokens and reason is None:
             return ()
@@ -335,9 +232,8 @@ class BestOfOutput(StreamingOutput):
     The best output comes first; among equals, the one with the lower index.
     """
 
-    def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
-        """Hold the update's tokens; return all outputs with the last update."""
-        tokens, text = sequence.read(update)
+    def chunks(self, sequence: SequenceOutput, tokens: Sequence[SampledToken], text: str) -> Sequence[OutputChunk]:
+        """Hold the tokens; return all outputs when the last sequence has ended."""
         sequence.held_tokens += tokens
         sequence.held_text += text
         if self.num_open:
@@ -355,9 +251,8 @@ class BestOfOutput(StreamingOutput):
 class BeamOutput(StreamingOutput):
     """The output of `beam_width`: the hypotheses of one scheduled beam search, once it has ended."""
 
-    def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
-        """Return the hypotheses with the update that ends the search."""
-        sequence.read(update)
+    def chunks(self, sequence: SequenceOutput, tokens: Sequence[SampledToken], text: str) -> Sequence[OutputChunk]:
+        """Return the hypotheses when the search has ended."""
         if sequence.finish_reason is None:
             return ()
         if sequence.finish_reason == "cancelled":

@@ -27,9 +27,9 @@ class PromptPreparer:
         self._image_executor = FairExecutor(1)
         self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being prepared
         self._text_processor = text_processor
-        self._validator = validator
         self._eos_token_ids = eos_token_ids
         self._checked = CheckedStructures()
+        self._prepare = partial(prepare, text_processor=text_processor, validator=validator, checked=self._checked)
 
     def num_preparing(self, tenant: str) -> int:
         """Return the sequences of a tenant whose prompt is being prepared."""
@@ -54,7 +54,7 @@ class PromptPreparer:
 
         preparing: asyncio.Future[PreparedInput]
         if request.generated is None:
-            preparing = self._submit(request)
+            preparing = self._executor_of(request).submit(request.tenant, self._prepare, request)
         else:
             preparing = asyncio.create_task(self._continued(request))
         self._num_preparing[tenant] += num_queued
@@ -63,7 +63,7 @@ class PromptPreparer:
 
     async def token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         """Return the token ids of a request's prompt. Raises InvalidRequest and others."""
-        return (await self._submit(request)).token_ids
+        return (await self._executor_of(request).submit(request.tenant, self._prepare, request)).token_ids
 
     def new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
         """Return the factory of detokenizers for a request's sequences."""
@@ -77,13 +77,12 @@ class PromptPreparer:
         self._image_executor.close()
         self._checked.close()
 
-    def _submit(self, request: GenerateRequest) -> asyncio.Future[PreparedInput]:
-        executor = self._image_executor if request.image_files else self.executor
-        return executor.submit(request.tenant, prepare, request, self._text_processor, self._validator, self._checked)
+    def _executor_of(self, request: GenerateRequest) -> FairExecutor:
+        return self._image_executor if request.image_files else self.executor
 
     async def _continued(self, request: GenerateRequest) -> PreparedInput:
         """Return the input with the outputs that another server began: other tenants' prompts come between slices."""
-        prepared = await self._submit(request)
+        prepared = await self._executor_of(request).submit(request.tenant, self._prepare, request)
         stop_ids, new_detokenizer = stop_ids_of(prepared.params, self._eos_token_ids), self.new_detokenizer(prepared)
         new_parser = prepared.new_parser if request.reads_output else None
         replaying = replay(request, prepared.params, stop_ids, new_detokenizer, new_parser)

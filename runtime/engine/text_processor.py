@@ -25,7 +25,16 @@ from ..model.weights.gguf import open_gguf
 from .facade import NO_TEMPLATE
 from .markup.markup import MARK
 from .markup.model_markup import find_markup
-from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
+from .text import (
+    ChatTemplate,
+    Detokenizer,
+    IncrementalDetokenizer,
+    Markup,
+    StopDetokenizer,
+    Token,
+    Tokenizer,
+    has_tokenizer,
+)
 from .text.chat_tokens import ChatTokens
 from .text.content_marks import RenderedChat
 from .text.folder_tokenizer import unknown_end_ids
@@ -220,7 +229,7 @@ class TextProcessor:
         *,
         markup: frozenset[int] = frozenset(),
         prompt: Sequence[int] = (),
-    ) -> IncrementalDetokenizer | None:
+    ) -> Detokenizer | None:
         """Return a new detokenizer for one sequence, which begins with the last `num_echoed` tokens of the prompt.
 
         Return None without a tokenizer. The text has the special tokens in `markup`. With a grammar it has the bytes
@@ -228,15 +237,16 @@ class TextProcessor:
         """
         if self.tokenizer is None:
             return None
-        return IncrementalDetokenizer(
+        text = IncrementalDetokenizer(
             self.tokenizer,
-            params.stop,
-            params.include_stop_str_in_output,
-            num_echoed + max(params.min_tokens, 1),
             markup,
             context=prompt[: len(prompt) - num_echoed],
             as_bytes=params.structured_outputs is not None and not num_echoed,
         )
+        if not params.stop:
+            return text
+        min_tokens = num_echoed + max(params.min_tokens, 1)
+        return StopDetokenizer(text, params.stop, params.include_stop_str_in_output, min_tokens)
 
 
 def load_template(path: Path, given: str | None) -> tuple[ChatTemplate | None, str]:

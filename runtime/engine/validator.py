@@ -47,6 +47,7 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
 }
 NEUTRAL_FOR_GRAMMARS: dict[str, object] = {"min_tokens": 0, "ignore_eos": False}  # the grammar decides about the end
 MAX_GRAMMAR_BYTES = 256 << 10
+NO_TOKENIZER = "this model has no tokenizer.json; give the prompt as token ids"
 SMALLEST = 1e-6  # least value of parameters that must be above 0: kernels compute in f32
 
 
@@ -62,8 +63,10 @@ def _number(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
 
 
+Ranges = dict[str, tuple[Callable[[str, Any, Any, Any], None], float, float]]
+
 # Parameters that a model may recommend, and their allowed values.
-SAMPLING_RANGES: dict[str, tuple[Callable[[str, Any, Any, Any], None], float, float]] = {
+SAMPLING_RANGES: Ranges = {
     "temperature": (_number, 0, 100),
     "top_k": (_integer, -1, 2**31 - 1),
     "top_p": (_number, SMALLEST, 1),
@@ -78,11 +81,21 @@ class Validator:
     def __init__(self, info: EngineInfo, max_prompt_characters: int) -> None:
         self._info = info
         self._max_prompt_characters = max_prompt_characters  # a longer text always has more than `max_model_len` tokens
+        self._max_choices = min(MAX_CHOICES, info.max_num_seqs)
+        self._choice_ranges: Ranges = {
+            "n": (_integer, 1, self._max_choices),
+            "beam_width": (_integer, 0, min(MAX_BEAM_WIDTH, self._max_choices)),
+            "length_penalty": (_number, -10, 10),
+        }
 
     def check_options(self, request: GenerateRequest) -> None:
         """Check everything except the prompt: the ranges of all parameters."""
         params = request.sampling_params
-        self._check_length(params.max_tokens, 0 if request.echo else 1)
+        least = 0 if request.echo else 1
+        limit = self._info.max_model_len
+        if isinstance(params.max_tokens, Integral) and params.max_tokens > limit:
+            raise ContextLengthExceeded(f"max_tokens must be between {least} and {limit}, not {params.max_tokens}")
+        _integer("max_tokens", params.max_tokens, least, limit)
         if request.echo and (params.beam_width or params.best_of is not None or params.structured_outputs is not None):
             raise InvalidRequest("echo cannot be used with best_of, beam_width or structured_outputs")
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
@@ -102,7 +115,10 @@ class Validator:
                 )
         self._check_bias(params)
         self._check_stops(params)
-        self._check_choices(params)
+        for name, (check, low, high) in self._choice_ranges.items():
+            check(name, getattr(params, name), low, high)
+        if params.best_of is not None or params.beam_width:
+            self._check_ranking(params)
         self._check_structure(params)
         _integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if request.deadline_ms is not None:
@@ -161,14 +177,16 @@ class Validator:
         elif request.messages is not None:
             if not self._info.has_chat_template:
                 raise InvalidRequest(self._info.chat_problem)
-            self._check_tokenizer()
+            if not self._info.has_tokenizer:
+                raise InvalidRequest(NO_TOKENIZER)
             self._check_image_parts(request.messages, len(request.image_files))
         elif request.sampling_params.stop and not self._info.has_tokenizer:
             raise InvalidRequest("stop: strings cannot be found without a tokenizer.json; use stop_token_ids")
 
     def check_text(self, text: str) -> None:
         """Check a text before it is tokenized, so that a text that is far too long costs nothing."""
-        self._check_tokenizer()
+        if not self._info.has_tokenizer:
+            raise InvalidRequest(NO_TOKENIZER)
         if not text:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
         if len(text) > self._max_prompt_characters:
@@ -198,7 +216,8 @@ class Validator:
                 f"prompt of {len(token_ids)} tokens + max_tokens {max_tokens} exceed the limit of {limit} tokens"
             )
         for token in (min(token_ids), max(token_ids)):
-            self._check_token("prompt", token)
+            if not 0 <= token < self._info.vocab_size:
+                raise self._outside("prompt", token)
 
     def check_vocabulary(self, token_ids: Sequence[int]) -> None:
         """Check the ids for `detokenize`."""
@@ -207,10 +226,6 @@ class Validator:
         if token_ids:
             for token in (min(token_ids), max(token_ids)):
                 self._check_token("tokens", token)
-
-    def _check_tokenizer(self) -> None:
-        if not self._info.has_tokenizer:
-            raise InvalidRequest("this model has no tokenizer.json; give the prompt as token ids")
 
     def _check_image_parts(self, messages: Sequence[object], num_files: int) -> None:
         num_parts = count_image_parts(messages)
@@ -225,12 +240,6 @@ class Validator:
         for token, value in bias.items():
             self._check_token("logit_bias", token)
             _number(f"logit_bias of token {token}", value, -100, 100)
-
-    def _check_length(self, max_tokens: int, least: int) -> None:
-        limit = self._info.max_model_len
-        if isinstance(max_tokens, Integral) and max_tokens > limit:
-            raise ContextLengthExceeded(f"max_tokens must be between {least} and {limit}, not {max_tokens}")
-        _integer("max_tokens", max_tokens, least, limit)
 
     def _check_stops(self, params: SamplingParams) -> None:
         if len(params.stop) > MAX_STOP_STRINGS:
@@ -247,13 +256,9 @@ class Validator:
         for token in params.stop_token_ids:
             self._check_token("stop_token_ids", token)
 
-    def _check_choices(self, params: SamplingParams) -> None:
-        most = min(MAX_CHOICES, self._info.max_num_seqs)
-        _integer("n", params.n, 1, most)
-        _integer("beam_width", params.beam_width, 0, min(MAX_BEAM_WIDTH, most))
-        _number("length_penalty", params.length_penalty, -10, 10)
+    def _check_ranking(self, params: SamplingParams) -> None:
         if params.best_of is not None:
-            _integer("best_of", params.best_of, params.n, most)
+            _integer("best_of", params.best_of, params.n, self._max_choices)
         if params.beam_width:
             _check_beam(params)
 
@@ -280,7 +285,10 @@ class Validator:
 
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self._info.vocab_size:
-            raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
+            raise self._outside(name, token)
+
+    def _outside(self, name: str, token: int) -> InvalidRequest:
+        return InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
 
 
 def check_images(token_ids: Sequence[int], images: Sequence[PromptImage], info: ImageInfo) -> None:

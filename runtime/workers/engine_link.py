@@ -87,7 +87,7 @@ class AddRequests(_Message, tag="ADD", frozen=True):
         """Return the message for the samples of one request."""
         bare: dict[str, Any] = dict.fromkeys(SHARED_FIELDS, ())
         requests = [*specs[:1], *[replace(spec, **bare) for spec in specs[1:]]]
-        return cls(tuple(map(as_read, requests)), generated if any(generated) else ())
+        return cls(cast(tuple[SampledRequestSpec, ...], tuple(requests)), generated if any(generated) else ())
 
     def specs(self) -> list[SampledRequestSpec]:
         """Return the specs of all samples, each with the prompt."""

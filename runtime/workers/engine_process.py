@@ -126,6 +126,7 @@ class EngineProcess:
         The process may continue as long as it writes bytes to the disk. It is killed after SAVE_TIMEOUT_S without any,
         after STOP_TIMEOUT_S without a snapshot, and if a signal or a debugger stops it.
         """
+        self.link.receive = self._receive
         self.link.send(StopEngine())
         limit_s = SAVE_TIMEOUT_S if self._saves else STOP_TIMEOUT_S
         num_bytes = -1
@@ -186,6 +187,7 @@ class EngineProcess:
         match message:
             case EngineReady():
                 self.ready.set_result(message)
+                self.link.receive = self._pass_on  # `stop` takes the link back, for reports about the snapshot
             case EngineFailed(error, text) if not self.ready.done():
                 self._fail(getattr(errors, error, errors.Unavailable)(text))
             case EngineFailed(_, text):

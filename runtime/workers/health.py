@@ -36,6 +36,7 @@ class HealthMonitor:
         self._is_held_up = False
         self._stall_timeout_s = max(2 * TICK_S, timeouts.stall_s)
         self._stall = StallDetector(self._now)
+        self._noted: tuple[int, bool] | None = None  # the last step since the last check, and whether there was work
         self._is_broken = False
 
     def note_heartbeat(self, is_held_up: bool = False) -> None:
@@ -45,7 +46,7 @@ class HealthMonitor:
 
     def note_step(self, step: int, has_work: bool) -> None:
         """Record the number of finished steps, and whether requests wait or run."""
-        self._stall.note(step, has_work, self._now)
+        self._noted = step, has_work
 
     def note_broken(self) -> None:
         """Record that the process runs, but its engine loop has ended."""
@@ -53,6 +54,9 @@ class HealthMonitor:
 
     def check(self) -> str | None:
         """Return the reason to replace the process, or None. Call it every TICK_S."""
+        if self._noted is not None:
+            self._stall.note(*self._noted, self._now)
+            self._noted = None
         silent_s = self._now - self._heartbeat_at
         stalled_s = self._stall.stalled_for(self._now)
         self._now += TICK_S

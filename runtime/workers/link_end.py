@@ -107,7 +107,15 @@ class EngineLink(asyncio.Protocol):
         """
         began_s = now_s = time.thread_time()
         try:
-            while (message := self._next_message()) is not None:
+            while True:
+                if self._waiting:
+                    message = self._waiting.popleft()
+                elif (payload := next_payload(self._received)) is not None:
+                    message = self._decode(payload)
+                else:
+                    return now_s > began_s
+                if self._expected_s(message) > TURN_S:
+                    message = self._first_part(message)
                 if now_s > began_s and now_s - began_s + self._expected_s(message) > limit_s:
                     self._waiting.appendleft(message)
                     self._wait_for_turn()
@@ -120,21 +128,14 @@ class EngineLink(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
             raise
-        return now_s > began_s
 
-    def _next_message(self) -> ToEngine | FromEngine | None:
-        """Return the next message, or the first part of a slow one; None if the rest is incomplete."""
-        if self._waiting:
-            return self._waiting.popleft()
-        payload = next_payload(self._received)
-        if payload is None:
-            return None
-        message = self._decode(payload)
-        if isinstance(message, StepReport) and self._expected_s(message) > TURN_S:
-            first, *others = message.parts(max(1, int(TURN_S / self._update_s)))
-            self._waiting.extend(others)
-            return first
-        return message
+    def _first_part(self, message: ToEngine | FromEngine) -> ToEngine | FromEngine:
+        """Return the first part of a slow report; its other parts wait."""
+        if not isinstance(message, StepReport):
+            return message
+        first, *others = message.parts(max(1, int(TURN_S / self._update_s)))
+        self._waiting.extendleft(reversed(others))
+        return first
 
     def _expected_s(self, message: ToEngine | FromEngine) -> float:
         return len(message.updates) * self._update_s if isinstance(message, StepReport) else 0.0

@@ -189,7 +189,8 @@ class TokenLog:
             entry.num_gained += len(tokens)
             if entry.num_gained >= MIN_GAINED_TOKENS:
                 entry.num_lost_hosts = 0
-                self._clear_suspicion(entry)
+                if entry.crash_suspect:
+                    self._clear_suspicion(entry)
         if update.counters is None:
             return update
         self._has_gained = True

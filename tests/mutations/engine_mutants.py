@@ -135,9 +135,9 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUTS,
-        "            output.stream.put(error)\n            self._report(output, None, error, output.usage(), now)\n"
+        "            output.stream.end(error)\n            self._report(output, None, error, output.usage(), now)\n"
         "        self._sequences.clear()",
-        "            output.stream.put(error)\n        self._sequences.clear()",
+        "            output.stream.end(error)\n        self._sequences.clear()",
         "lost requests are not reported to the observer: metrics say that they still run",
     ),
     Mutant(
@@ -183,7 +183,7 @@ MUTANTS = [
         "text held back for a stop string is lost at the end",
     ),
     Mutant(
-        OUTPUT,
+        "runtime/engine/stream.py",
         "min(num_tokens, len(self.prompt_token_ids))",
         "num_tokens",
         "progress after a preemption exceeds the length of the prompt",
@@ -207,7 +207,7 @@ MUTANTS = [
         "usage gives the decode time in seconds",
     ),
     Mutant(
-        OUTPUT,
+        "runtime/engine/stream.py",
         "                if item.usage is not None:\n                    return\n        finally:\n            self.cancel()",
         "                if item.usage is not None:\n                    return\n        except QuireError:\n            raise",
         "a reader that leaves early does not cancel its request",
@@ -353,8 +353,8 @@ MUTANTS = [
     ),
     Mutant(
         VALIDATOR,
-        'for token in (min(token_ids), max(token_ids)):\n            self._check_token("prompt", token)',
-        'for token in (token_ids[0], max(token_ids)):\n            self._check_token("prompt", token)',
+        "for token in (min(token_ids), max(token_ids)):\n            if not",
+        "for token in (token_ids[0], max(token_ids)):\n            if not",
         "a negative token id in the middle of a prompt reads memory before the embedding",
     ),
     Mutant(
@@ -410,8 +410,8 @@ MUTANTS = [
     ),
     Mutant(
         PROCESSOR,
-        "num_echoed + max(params.min_tokens, 1),",
-        "0,",
+        "min_tokens = num_echoed + max(params.min_tokens, 1)\n",
+        "min_tokens = 0\n",
         "min_tokens does not hold stop strings back",
     ),
     Mutant(
@@ -428,8 +428,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/common/fair_executor.py",
-        "            self._num_idle += 1\n            if not job.result.done():\n",
-        "            if not job.result.done():\n                self._num_idle += 1\n",
+        "                self._num_idle += 1\n            outcome.settle(job.result)\n",
+        "                self._num_idle += not job.result.done()\n            outcome.settle(job.result)\n",
         "a text thread whose caller gave up is never used again",
         "tests/runtime/common/test_fair_executor.py",
     ),
@@ -512,8 +512,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/common/job_threads.py",
-        "        while not self.is_replaced and self._run_next():\n",
-        "        while self._run_next():\n",
+        "        while not self.is_replaced:\n",
+        "        while True:\n",
         "each slow job leaves a thread behind",
         "tests/runtime/common/test_job_threads.py",
     ),
@@ -617,8 +617,8 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler/plan.py",
-        "        if token.token_id != draft:\n",
-        "        if draft is None:\n",
+        "        if index < last and sample.token_id != sequence.token_ids[index - last]:\n",
+        "        if index > last:\n",
         "after a rejected draft the grammar's forced tokens are not drafted",
         MASK_TESTS,
     ),
@@ -929,36 +929,36 @@ MUTANTS = [
         "tests/runtime/engine/structured/test_trials.py",
     ),
     Mutant(
-        OUTPUT,
+        "runtime/engine/stream.py",
         '            found += parser.finish(is_cut=chunk.finish_reason != "stop")\n',
         "            pass\n",
         "text that a parser holds at the end of an answer is lost",
         OUTPUT_TESTS,
     ),
     Mutant(
-        OUTPUT,
+        "runtime/engine/stream.py",
         'parser.finish(is_cut=chunk.finish_reason != "stop")',
         "parser.finish(is_cut=False)",
         "the beginning of a cut call is shown as text",
         OUTPUT_TESTS,
     ),
     Mutant(
-        OUTPUT,
+        "runtime/engine/stream.py",
         "deltas=deltas or None",
         "deltas=deltas",
         "chunks without deltas have empty ones",
         OUTPUT_TESTS,
     ),
     Mutant(
-        OUTPUT,
-        "self._parsers.get(chunk.choice)",
-        "self._parsers.get(0)",
+        "runtime/engine/stream.py",
+        "self.by_choice.get(chunk.choice)",
+        "self.by_choice.get(0)",
         "the outputs of a chat with n are read by one parser",
         OUTPUT_TESTS,
     ),
     Mutant(
-        OUTPUT,
-        "        if not self._ended:\n            self._cancel()\n",
+        "runtime/engine/stream.py",
+        "        if not self._has_ended:\n            self._cancel()\n",
         "        self._cancel()\n",
         "a request that has ended is cancelled again",
         OUTPUT_TESTS,

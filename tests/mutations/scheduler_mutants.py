@@ -342,8 +342,8 @@ MUTANTS = [
     ),
     Mutant(
         DRAFTS,
-        "            return samples[: index + 1], Ending(reason)",
-        "            return samples, Ending(reason)",
+        "            return verified[: index + 1], Ending(reason)",
+        "            return verified, Ending(reason)",
         "tokens after the end-of-sequence token are delivered",
     ),
     Mutant(

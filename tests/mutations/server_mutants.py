@@ -126,8 +126,8 @@ MUTANTS = [
     ),
     Mutant(
         LIVE,
-        "        if self.is_cancelled:\n            generation.cancel()\n        return generation",
-        "        return generation",
+        "        if self.is_cancelled:\n            generation.cancel()\n",
+        "",
         "a request cancelled while it is tokenized runs to its end",
         SYSTEM,
     ),

@@ -28,8 +28,8 @@ MARKUP_TESTS = "tests/runtime/engine/markup/test_markup.py tests/runtime/engine/
 MUTANTS = [
     Mutant(
         DETOKENIZER,
-        "armed=self.num_tokens >= self._min_tokens)",
-        "armed=self.num_tokens > self._min_tokens)",
+        "armed=self._num_tokens >= self._min_tokens)",
+        "armed=self._num_tokens > self._min_tokens)",
         "stop strings are armed one token late at min_tokens",
     ),
     Mutant(
@@ -58,14 +58,14 @@ MUTANTS = [
     ),
     Mutant(
         DETOKENIZER,
-        "self.stop_token_index = self.num_tokens - 1",
-        "self.stop_token_index = self.num_tokens",
+        "self.stop_token_index = self._num_tokens - 1",
+        "self.stop_token_index = self._num_tokens",
         "a token after the stop string is kept",
     ),
     Mutant(
         DETOKENIZER,
-        "            rest = self._release(rest, self._matcher) + self._held",
-        "            rest = self._held + self._release(rest, self._matcher)",
+        "        rest = self._release(self._text.finish()) + self._held",
+        "        rest = self._held + self._release(self._text.finish())",
         "at the end the held text comes twice or in the wrong order",
     ),
     Mutant(
@@ -181,8 +181,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/text/detokenizer.py",
-        "            self._text.begin_after(context)\n",
-        "            self._text.begin_after(())\n",
+        "self._context = () if as_bytes else context  #",
+        "self._context = ()  #",
         "the first generated word sticks to the prompt",
     ),
     Mutant(

@@ -393,8 +393,8 @@ MUTANTS = [
     ),
     Mutant(
         LINK_END,
-        "            self._waiting.extend(others)\n            return first",
-        "            return message",
+        "        self._waiting.extendleft(reversed(others))\n        return first",
+        "        return message",
         "an engine's report of many logprobs delays all clients",
     ),
     Mutant(

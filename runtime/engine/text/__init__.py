@@ -3,14 +3,16 @@
 from ..markup.markup import Markup
 from ..markup.markup_parser import OutputParser
 from .chat import ChatTemplate
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import Detokenizer, IncrementalDetokenizer, StopDetokenizer
 from .tokenizer import Token, Tokenizer, has_tokenizer
 
 __all__ = [
     "ChatTemplate",
+    "Detokenizer",
     "IncrementalDetokenizer",
     "Markup",
     "OutputParser",
+    "StopDetokenizer",
     "Token",
     "Tokenizer",
     "has_tokenizer",

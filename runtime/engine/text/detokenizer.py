@@ -19,110 +19,64 @@ CONTEXT_TOKENS = 4  # context tokens before a sequence: a character has at most 
 
 
 class IncrementalDetokenizer:
-    """Detokenizer of one sequence: `push` its tokens, and `finish` when it has ended without a stop string.
+    """Detokenizer of one sequence: `push` its tokens, and `finish` when it has ended. No piece ends inside a character.
 
-    A stop string counts only if its last token is the `min_tokens`-th or later; before that it is ordinary text.
     Special tokens add nothing to the text, except the ids in `markup`, which add MARK and their names. `context` are
     the tokens before the sequence: decoders drop a space at the start of a text, but not within it. With `as_bytes` the
     text has the bytes of each token that a grammar reads, independent of its context.
     """
 
+    stop_string: str | None = None  # stop string that ended the text
+    stop_token_index: int | None = None  # index of the token that completed the stop string
+
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        include_stop_str: bool = False,
-        min_tokens: int = 0,
         markup: Collection[int] = (),
         *,
         context: Sequence[int] = (),
         as_bytes: bool = False,
     ) -> None:
-        self._text = _TextStream(tokenizer, markup, as_bytes=as_bytes)
-        if not as_bytes:
-            self._text.begin_after(context)
-        self._matcher = _StopMatcher(stop) if stop else None
-        self._include_stop_str = include_stop_str
-        self._min_tokens = min_tokens
-        self._held = ""  # text that could be the start of a stop string
-        self.num_tokens = 0
-        self.stop_string: str | None = None  # stop string that ended the text
-        self.stop_token_index: int | None = None  # index of the token that completed the stop string
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens finished. Tokens after a complete stop string are ignored."""
-        finished: list[str] = []
-        for token_id in token_ids:
-            if self.stop_string is not None:
-                break
-            self.num_tokens += 1
-            piece = self._text.push(token_id)
-            finished.append(piece if self._matcher is None else self._release(piece, self._matcher))
-        return "".join(finished)
-
-    def finish(self) -> str:
-        """Return the text that was held back; an unfinished character becomes U+FFFD. Empty after a stop string."""
-        if self.stop_string is not None:
-            return ""
-        rest = self._text.finish()
-        if self._matcher is not None:
-            rest = self._release(rest, self._matcher) + self._held
-        self._held = ""
-        return rest
-
-    def _release(self, piece: str, matcher: _StopMatcher) -> str:
-        """Append `piece` to the held text, and return the part that cannot belong to a stop string."""
-        if not piece:
-            return piece
-        text = self._held + piece
-        found = matcher.feed(piece, armed=self.num_tokens >= self._min_tokens)
-        if found is None:
-            certain = len(text) - matcher.pending
-            self._held = text[certain:]
-            return text[:certain]
-        self.stop_string, end_in_piece = found
-        self.stop_token_index = self.num_tokens - 1
-        self._held = ""
-        end = len(text) - len(piece) + end_in_piece
-        return text[:end] if self._include_stop_str else text[: end - len(self.stop_string)]
-
-
-class _TextStream:
-    """Decoder of a token sequence, piece by piece; no piece ends inside a character."""
-
-    def __init__(self, tokenizer: Tokenizer, markup: Collection[int], *, as_bytes: bool) -> None:
         self._tokenizer = tokenizer
         self._markup = markup
         self._utf8 = IncrementalDecoder(errors="replace")
         self._bytes_of = tokenizer.text_bytes if as_bytes else tokenizer.token_bytes
         self._may_drop_space = not as_bytes
+        self._context = () if as_bytes else context  # tokens before the sequence; empty once read
         self._previous: int | None = None  # last token with text: the context of the next token
         self._begins_in_character = False  # the context ends with the first bytes of a character
 
-    def begin_after(self, context: Sequence[int]) -> None:
-        """Take the last tokens of the text before the sequence, as far as the sequence's text depends on them."""
-        for token_id in reversed(list(islice(filter(self._tokenizer.adds_text, reversed(context)), CONTEXT_TOKENS))):
-            self.push(token_id)
-        self._begins_in_character = bool(self._utf8.buffer)
-
-    def push(self, token_id: int) -> str:
-        if token_id in self._markup:
-            return self.finish() + MARK + self._tokenizer.token(token_id).data.decode()
-        raw = self._bytes_of(token_id)
-        if raw == b"" or token_id in self._tokenizer.special_token_ids:
-            return ""
-        if raw is None or (self._previous is None and raw == b" " and self._may_drop_space):
-            text = self.finish() + self._tokenizer.text_after(self._previous, token_id)
-        elif raw.isascii() and not self._utf8.buffer:
-            text = raw.decode()
-        else:
-            text = self._without_context(self._utf8.decode(raw))
-        self._previous = token_id
-        return text
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these tokens finished."""
+        if self._context:
+            self._begin()
+        finished: list[str] = []
+        for token_id in token_ids:
+            if token_id in self._markup:
+                finished.append(self.finish() + MARK + self._tokenizer.token(token_id).data.decode())
+                continue
+            raw = self._bytes_of(token_id)
+            if raw == b"" or token_id in self._tokenizer.special_token_ids:
+                continue
+            if raw is None or (self._previous is None and raw == b" " and self._may_drop_space):
+                finished.append(self.finish() + self._tokenizer.text_after(self._previous, token_id))
+            elif raw.isascii() and not self._utf8.buffer:
+                finished.append(raw.decode())
+            else:
+                finished.append(self._without_context(self._utf8.decode(raw)))
+            self._previous = token_id
+        return "".join(finished)
 
     def finish(self) -> str:
-        """Return an unfinished character as U+FFFD."""
+        """Return the text that was held back: an unfinished character, as U+FFFD."""
         return self._without_context(self._utf8.decode(b"", final=True))
+
+    def _begin(self) -> None:
+        """Take the last tokens of the context, as far as the sequence's text depends on them."""
+        with_text = islice(filter(self._tokenizer.adds_text, reversed(self._context)), CONTEXT_TOKENS)
+        self._context = ()
+        self.push(reversed(list(with_text)))
+        self._begins_in_character = bool(self._utf8.buffer)
 
     def _without_context(self, text: str) -> str:
         """Return the text without the U+FFFD for a character that begins in the context and never ends."""
@@ -130,6 +84,62 @@ class _TextStream:
             self._begins_in_character = False
             return text.removeprefix("\ufffd")
         return text
+
+
+class StopDetokenizer:
+    """Detokenizer of one sequence that ends at the first stop string. No piece ends inside a possible stop string.
+
+    A stop string counts only if its last token is the `min_tokens`-th or later; before that it is ordinary text.
+    """
+
+    def __init__(
+        self, text: IncrementalDetokenizer, stop: Sequence[str], include_stop_str: bool = False, min_tokens: int = 0
+    ) -> None:
+        self.stop_string: str | None = None  # stop string that ended the text
+        self.stop_token_index: int | None = None  # index of the token that completed the stop string
+        self._text = text
+        self._matcher = _StopMatcher(stop)
+        self._include_stop_str = include_stop_str
+        self._min_tokens = min_tokens
+        self._held = ""  # text that could be the start of a stop string
+        self._num_tokens = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Return the text that these tokens finished. Tokens after a complete stop string are ignored."""
+        finished: list[str] = []
+        for token_id in token_ids:
+            if self.stop_string is not None:
+                break
+            self._num_tokens += 1
+            finished.append(self._release(self._text.push((token_id,))))
+        return "".join(finished)
+
+    def finish(self) -> str:
+        """Return the text that was held back; an unfinished character becomes U+FFFD. Empty after a stop string."""
+        if self.stop_string is not None:
+            return ""
+        rest = self._release(self._text.finish()) + self._held
+        self._held = ""
+        return rest
+
+    def _release(self, piece: str) -> str:
+        """Append `piece` to the held text, and return the part that cannot belong to a stop string."""
+        if not piece:
+            return piece
+        text = self._held + piece
+        found = self._matcher.feed(piece, armed=self._num_tokens >= self._min_tokens)
+        if found is None:
+            certain = len(text) - self._matcher.pending
+            self._held = text[certain:]
+            return text[:certain]
+        self.stop_string, end_in_piece = found
+        self.stop_token_index = self._num_tokens - 1
+        self._held = ""
+        end = len(text) - len(piece) + end_in_piece
+        return text[:end] if self._include_stop_str else text[: end - len(self.stop_string)]
+
+
+Detokenizer = IncrementalDetokenizer | StopDetokenizer
 
 
 class _StopMatcher:

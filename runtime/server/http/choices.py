@@ -68,7 +68,7 @@ class Choice:
         if self.parser is None:
             deltas: Sequence[Delta] = [Delta("content", chunk.text)] if chunk.text else ()
             self.shown = chunk.logprobs or ()
-            return deltas, self._piece(chunk.logprobs)
+            return deltas, None if chunk.logprobs is None else self._piece(chunk.logprobs)
         before = self.parser.kind
         deltas = self.parser.feed(chunk.text)
         after = self.parser.kind
@@ -80,7 +80,7 @@ class Choice:
         is_answer = after == "content" and (before == "content" or self.parser.holds_text)
         shown = self._shown_logprobs(chunk, deltas, is_answer=is_answer)
         self.shown = shown or ()
-        return deltas, self._piece(shown)
+        return deltas, None if shown is None else self._piece(shown)
 
     def add(self, chunk: OutputChunk) -> int:
         """Keep the chunk for the whole answer, and return its approximate bytes there."""
@@ -129,8 +129,8 @@ class Choice:
         self._held = []
         return shown
 
-    def _piece(self, logprobs: Sequence[TokenLogprobs] | None) -> Columns | None:
-        return None if self.logprobs is None or logprobs is None else self.logprobs.piece(logprobs)
+    def _piece(self, logprobs: Sequence[TokenLogprobs]) -> Columns | None:
+        return None if self.logprobs is None else self.logprobs.piece(logprobs)
 
     def echo(self, text: str, first: int | None) -> None:
         """Begin with the text of the prompt, or of its first token, whose id is `first`."""

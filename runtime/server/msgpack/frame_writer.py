@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from ....scheduler import AdmissionEstimate
 from ...common.types import OutputChunk
+from ...protocol.codec import encode
 from ...protocol.frames import Done, Error, Progress
 from ...protocol.wire_errors import error_frame
 from ..requests.output_reader import OutputReader
@@ -52,6 +53,6 @@ class FrameWriter:
     def write(self, chunk: OutputChunk) -> None:
         """Send a chunk as TOKENS; keep DONE until the id is free. Raises InvalidRequest for too long a frame."""
         if (tokens := tokens_frame(self.request_id, chunk)) is not None:
-            self.send_buffer.send(tokens)
+            self.send_buffer.send_bytes(encode(tokens, self.send_buffer.max_frame_bytes))
         if chunk.usage is not None:
             self._done = done_frame(self.request_id, chunk)

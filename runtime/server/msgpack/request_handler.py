@@ -88,17 +88,35 @@ class RequestHandler:
         return None if self._tasks else self._last_ended_at
 
     def start(self, frame: RequestFrame) -> None:
-        """Start the request of a frame. Raises ProtocolError if the frame must end the connection."""
+        """Start the request of a frame. Raises ProtocolError if the frame must end the connection.
+
+        An immediate refusal, the usual case under overload, creates no task.
+        """
+        request_id = frame.request_id
+        is_embedding = isinstance(frame, AskVectors | AskScores)
+        if is_embedding and "embeddings" not in self._features:
+            raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
         with bound_contextvars(request=new_id()):
-            match frame:
-                case Generate():
-                    self._generate(frame)
-                case Resume():
-                    self._resume(frame)
-                case AskVectors() | AskScores():
-                    self._embed(frame)
-                case Tokenize():
-                    self._tokenize(frame)
+            if not self._accepts_id(request_id, needs_engine=is_embedding or isinstance(frame, Generate)):
+                return
+            try:
+                match frame:
+                    case Generate():
+                        reader = self._generate(frame)
+                        self._last_accepted_id = request_id
+                    case Resume():
+                        reader = self._resume(frame)
+                    case AskVectors() | AskScores():
+                        self._embed(frame)
+                        return
+                    case Tokenize():
+                        self._tokenize(frame)
+                        return
+            except Exception as error:
+                self._send_refusal(request_id, quire_error(error, client_id=request_id))
+                return
+            writer = FrameWriter(request_id, self._send_buffer, self._features)
+            self._start(request_id, partial(writer.play, reader), reader)
 
     def handle(self, frame: Frame | Malformed) -> None:
         """Handle a frame that starts no request. Raises ProtocolError if it must end the connection."""
@@ -153,20 +171,6 @@ class RequestHandler:
 
     # Requests
 
-    def _generate(self, frame: Generate) -> None:
-        """Start the request. An immediate refusal, the usual case under overload, creates no task."""
-        request_id = frame.request_id
-        if not self._accepts_id(request_id, needs_engine=True):
-            return
-        try:
-            self._check_features(frame)
-            reader = self._submit(frame)
-        except Exception as error:
-            self._send_refusal(request_id, quire_error(error, client_id=request_id))
-            return
-        self._last_accepted_id = request_id
-        self._play(request_id, reader)
-
     def _check_features(self, frame: Generate) -> None:
         """Raise InvalidRequest for a field of a feature that was not negotiated."""
         for field_belongs, feature, is_given in (
@@ -184,8 +188,9 @@ class RequestHandler:
         if frame.model and "models" not in self._features:
             raise InvalidRequest("model belongs to the feature `models`, which HELLO did not request")
 
-    def _submit(self, frame: Generate) -> OutputReader:
+    def _generate(self, frame: Generate) -> OutputReader:
         """Submit the request, or find the earlier one with its key. Return its reader. Raises a refusal."""
+        self._check_features(frame)
         context = self._context
         request_id = frame.request_id
         request = engine_request(frame, self.tenant.name, find_model(context.models, frame.model, "text"))
@@ -201,36 +206,20 @@ class RequestHandler:
             context.replays.resume_index.add(self._session, request_id, reader)
         return reader
 
-    def _resume(self, frame: Resume) -> None:
-        if not self._accepts_id(frame.request_id):
-            return
+    def _resume(self, frame: Resume) -> OutputReader:
+        """Return a reader of an earlier request. Raises a refusal."""
         index = self._context.replays.resume_index
-        try:
-            entry = index.find(self._session, frame.request_id)
-            reader = OutputReader(entry.log, self._pace(frame), frame.next_index)
-        except QuireError as error:
-            self._send_refusal(frame.request_id, error)
-            return
+        entry = index.find(self._session, frame.request_id)
+        reader = OutputReader(entry.log, self._pace(frame), frame.next_index)
         index.attach(entry, reader)
         self._context.requests.log.resumed(self.tenant.name, frame.request_id, frame.next_index)
-        self._play(frame.request_id, reader)
-
-    def _play(self, request_id: int, reader: OutputReader) -> None:
-        writer = FrameWriter(request_id, self._send_buffer, self._features)
-        self._start(request_id, partial(writer.play, reader), reader)
+        return reader
 
     def _embed(self, frame: AskVectors | AskScores) -> None:
-        if "embeddings" not in self._features:
-            raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
-        if not self._accepts_id(frame.request_id, needs_engine=True):
-            return
-        try:
-            self._check_models_feature(frame)
-            request = embed_request(frame, self.tenant.name, find_model(self._context.models, frame.model, "vectors"))
-            live = self._context.requests.embed(self.tenant, frame.request_id, request)
-        except Exception as error:
-            self._send_refusal(frame.request_id, quire_error(error, client_id=frame.request_id))
-            return
+        """Submit the texts. Raises a refusal."""
+        self._check_models_feature(frame)
+        request = embed_request(frame, self.tenant.name, find_model(self._context.models, frame.model, "vectors"))
+        live = self._context.requests.embed(self.tenant, frame.request_id, request)
         writer = FrameWriter(frame.request_id, self._send_buffer, self._features)
         stream = VectorStream(live, writer, self._pace(frame), is_score=isinstance(frame, AskScores))
         self._last_accepted_id = frame.request_id
@@ -242,8 +231,6 @@ class RequestHandler:
 
     def _tokenize(self, frame: Tokenize) -> None:
         """Answer in a task. Texts wait in memory meanwhile, so their number is limited."""
-        if not self._accepts_id(frame.request_id):
-            return
         num_texts = len(self._tasks) - len(self._streams)
         if num_texts >= MAX_TEXTS:
             self._refuse(frame.request_id, Overloaded(f"{num_texts} texts are being tokenized on this connection"))

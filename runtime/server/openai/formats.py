@@ -131,8 +131,9 @@ class ChoiceFormat:
 
     def _end(self, index: int) -> bytes:
         """Return the end of an event of a choice, with the choice's tokens so far if the request asks for them."""
-        if not self._shows_usage_so_far:
-            return self._event_end
+        return self._usage_end(index) if self._shows_usage_so_far else self._event_end
+
+    def _usage_end(self, index: int) -> bytes:
         size = self.prompt_sizes[index // self._n]
         generated = max(0, self.choices[index].num_tokens - size.num_echoed)
         usage = {"prompt_tokens": size.num_tokens, "completion_tokens": generated}
@@ -142,9 +143,8 @@ class ChoiceFormat:
         form = self.choices[index].logprobs
         logprobs = b"null" if piece is None or form is None else form.join((piece,))
         ids = self._token_ids(token_ids) if self._returns_token_ids else b""
-        return b"".join(
-            (self._text_heads[index], _encode(text), self._text_end, logprobs, ids, self._choice_end, self._end(index))
-        )
+        end = self._usage_end(index) if self._shows_usage_so_far else self._event_end
+        return b"".join((self._text_heads[index], _encode(text), self._text_end, logprobs, ids, self._choice_end, end))
 
     def _token_ids(self, token_ids: Sequence[int]) -> bytes:
         """Return vLLM's field of a choice, if the request asks for it."""

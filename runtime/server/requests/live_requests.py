@@ -141,8 +141,8 @@ class Reader(Protocol):
 class LiveRequest:
     """A request from its submission to `end`. It can be cancelled before the engine has accepted it.
 
-    Its reader awaits `accepted` once, has the chunks delivered, and calls `end` once, with the last chunk or the error
-    that ended the request. The end is logged with the context variables of the request's submission.
+    Its reader awaits `submission` once, notes the answer, has the chunks delivered, and calls `end` once, with the last
+    chunk or the error that ended the request. The end is logged with the context variables of the request's submission.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class LiveRequest:
         self.reader: Reader | None = None
         self.prefill_watchers: set[Callable[[int, int], None]] = set()  # called with computed and prompt tokens
         self.is_cancelled = False
-        self._submission: Awaitable[Generation] | None = submission
+        self.submission: Awaitable[Generation] | None = submission  # None: the engine's stream has ended
         self._release_text = release_text  # once the prompt is tokenized
         self._tenant = tenant
         self.request_id = request_id
@@ -173,22 +173,20 @@ class LiveRequest:
         self._prompt_tokens: int | None = None
         self._prefilled: int | None = None
 
-    async def accepted(self) -> Generation:
-        """Wait for the engine's answer and return its stream. Raises the engine's refusal."""
-        assert self._submission is not None, "awaited once, before the end"
-        try:
-            generation = await self._submission
-        except QuireError as error:
-            self._refusal = error.code, error.retry_after_ms
-            raise
-        finally:
-            self._release_text()
+    def note_accepted(self, generation: Generation) -> None:
+        """Take the engine's stream: the engine has accepted the request."""
+        self._release_text()
         self._generation = generation
         self._prompt_tokens = len(generation.prompt_token_ids)
         generation.watch_prefill(self._note_prefill)
         if self.is_cancelled:
             generation.cancel()
-        return generation
+
+    def note_refused(self, error: Exception) -> None:
+        """Note the engine's refusal, or an error of its own."""
+        self._release_text()
+        if isinstance(error, QuireError):
+            self._refusal = error.code, error.retry_after_ms
 
     def cancel(self, cause: CancelCause) -> None:
         """Cancel in the engine. Idempotent: the first cause is counted."""
@@ -202,7 +200,7 @@ class LiveRequest:
 
     def forget_generation(self) -> None:
         """Release the engine's stream, which holds the prompt: it has ended."""
-        self._generation = self._submission = None
+        self._generation = self.submission = None
 
     def end(self, outcome: OutputChunk | QuireError | None) -> None:
         """Stop counting and listing the request, and release the engine's stream."""

@@ -247,7 +247,8 @@ class OutputLog:
     def join(self, reader: LogReader) -> None:
         """Offer all future chunks to `reader`."""
         self.readers += (reader,)
-        self.retention.on_change(self)
+        if self.is_kept:
+            self.retention.on_change(self)
 
     def check_readers(self) -> None:
         """Raise Overloaded if the log has as many readers as it may have."""
@@ -298,11 +299,15 @@ class OutputLog:
 
     async def accept(self) -> None:
         """Wait for the engine's answer; `error` is its refusal."""
+        assert self.request.submission is not None, "awaited once, before the end"
         try:
-            self.generation = generation = await self.request.accepted()
+            generation = await self.request.submission
         except Exception as error:
+            self.request.note_refused(error)
             self._fail(error)
             return
+        self.request.note_accepted(generation)
+        self.generation = generation
         self.is_accepted = True
         self.seed = generation.seed
         self.new_parser = generation.new_parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,9 @@ from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.live_outputs import LiveOutputs
 from quire.runtime.engine.markup.markup import KNOWN_MARKUPS, THINK
 from quire.runtime.engine.markup.markup_parser import MarkupParser
-from quire.runtime.engine.output import Stream, StreamingOutput, output_class
-from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
+from quire.runtime.engine.output import SequenceOutput, StreamingOutput, output_class
+from quire.runtime.engine.stream import Stream
+from quire.runtime.engine.text import Detokenizer, IncrementalDetokenizer, StopDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken
 from quire.scheduler.beam import Hypothesis
@@ -40,8 +42,11 @@ def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
     wanted = SamplingParams(max_tokens=len(IDS), **params)
     requests = [Request(RequestSpec(i, (1, 2, 3), max_tokens=len(IDS))) for i in range(sequences)]
 
-    def new_detokenizer() -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
+    def new_detokenizer() -> Detokenizer:
+        text = IncrementalDetokenizer(TOKENIZER)
+        if not wanted.stop:
+            return text
+        return StopDetokenizer(text, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
 
     stream = Stream((1, 2, 3), 0, lambda: None)
     request = GenerateRequest(prompt=(1, 2, 3), sampling_params=wanted)
@@ -50,6 +55,11 @@ def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
 
 def sampled(index: int) -> SampledToken:
     return SampledToken(0, IDS[index], -0.5 - index, ((IDS[index], -0.5 - index),))
+
+
+def received(output: StreamingOutput, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+    """Return the chunks of an update."""
+    return output.chunks(sequence, *sequence.read(update))
 
 
 def published(
@@ -64,7 +74,7 @@ def published(
         update = RequestUpdate(
             output.sequences[sequence].request.request_id, tokens, reason if count == len(sizes) else None
         )
-        chunks += output.receive(output.sequences[sequence], update)
+        chunks += received(output, output.sequences[sequence], update)
         if output.sequences[sequence].finish_reason is not None:
             break
     return chunks
@@ -124,8 +134,8 @@ def test_min_tokens_and_stop_strings_within_one_update() -> None:
 def test_an_error_after_a_stop_string_is_dropped() -> None:
     output = output_with(stop=("module",))
     (sequence,) = output.sequences
-    (chunk,) = output.receive(
-        sequence, RequestUpdate(sequence.request.request_id, tuple(map(sampled, range(len(IDS)))), None, "NaN")
+    (chunk,) = received(
+        output, sequence, RequestUpdate(sequence.request.request_id, tuple(map(sampled, range(len(IDS)))), None, "NaN")
     )
     assert sequence.finish_reason == chunk.finish_reason == "stop"
     assert len(chunk.token_ids) < len(IDS)
@@ -134,11 +144,11 @@ def test_an_error_after_a_stop_string_is_dropped() -> None:
 def test_tokens_before_an_error_are_kept() -> None:
     output = output_with()
     (sequence,) = output.sequences
-    (chunk,) = output.receive(
-        sequence, RequestUpdate(sequence.request.request_id, (sampled(0), sampled(1)), None, "NaN")
+    (chunk,) = received(
+        output, sequence, RequestUpdate(sequence.request.request_id, (sampled(0), sampled(1)), None, "NaN")
     )
     assert chunk.token_ids == tuple(IDS[:2])
-    assert output.receive(sequence, RequestUpdate(sequence.request.request_id, (), None, "NaN")) == ()
+    assert received(output, sequence, RequestUpdate(sequence.request.request_id, (), None, "NaN")) == ()
     assert output.num_open == 1
 
 
@@ -176,7 +186,7 @@ def test_best_of_ranks_by_the_sum_of_logprobs_and_not_by_their_mean() -> None:
     output = output_with(2, n=1, best_of=2)
     for sequence, logprobs in zip(output.sequences, ((-0.5,) * 4, (-1.5,)), strict=True):
         tokens = tuple(SampledToken(0, IDS[0], logprob) for logprob in logprobs)
-        chunks = output.receive(sequence, RequestUpdate(sequence.request.request_id, tokens, "length"))
+        chunks = received(output, sequence, RequestUpdate(sequence.request.request_id, tokens, "length"))
     assert [chunk.cumulative_logprob for chunk in chunks] == [-1.5]
 
 
@@ -197,7 +207,7 @@ def test_usage_has_the_longest_stall_and_what_all_sequences_recomputed() -> None
         output = output_with(3, n=3)
         for index, sequence in enumerate(output.sequences):
             counters = STALLED if index == stalled else FinalCounters((1.0, 1.0, 10.0, 0.0, 0.0))
-            output.receive(sequence, RequestUpdate(index, (), "length", None, counters))
+            received(output, sequence, RequestUpdate(index, (), "length", None, counters))
         usage = output.usage()
         assert (usage.stall_ms, usage.queue_ms, usage.decode_ms) == (7000.0, 1000.0, 10000.0)
         assert usage.recomputed_tokens == 64
@@ -239,7 +249,7 @@ def test_a_beam_may_end_within_a_character() -> None:
     assert others
     tokens = (sampled(0), SampledToken(0, first_byte, -1.0))
     counters = FinalCounters(hypotheses=(Hypothesis(tokens, -1.5, -1.5, "length"),))
-    (chunk,) = output.receive(sequence, RequestUpdate(0, (), "length", None, counters))
+    (chunk,) = received(output, sequence, RequestUpdate(0, (), "length", None, counters))
     assert chunk.text == TOKENIZER.decode(IDS[:1]) + "\ufffd"
     assert (chunk.token_ids, chunk.cumulative_logprob) == ((IDS[0], first_byte), -1.5)
 
@@ -257,7 +267,7 @@ def test_a_continued_sequence_reports_the_prefill_until_it_has_a_token_of_its_ow
     sequence.request = Request(RequestSpec(0, (1, 2, 3), max_tokens=len(IDS)), IDS[:2])
     sequence.num_tokens = 2
     assert sequence.is_first_to_prefill()
-    output.receive(sequence, RequestUpdate(0, (sampled(2),), None))
+    received(output, sequence, RequestUpdate(0, (sampled(2),), None))
     assert not sequence.is_first_to_prefill()
 
 
@@ -274,7 +284,7 @@ def test_usage_counts_no_tokens_of_an_echo() -> None:
     sequence.request = Request(RequestSpec(0, (1,), max_tokens=len(IDS), echoed=(2, 3)))
     counts = []
     for index in range(4):
-        output.receive(sequence, RequestUpdate(0, (sampled(index),), None))
+        received(output, sequence, RequestUpdate(0, (sampled(index),), None))
         counts.append(output.usage().completion_tokens)
     assert counts == [0, 0, 1, 2]
 
@@ -330,9 +340,10 @@ def test_a_stream_delivers_what_came_early_and_then_each_item_when_it_comes() ->
     stream.put(a_chunk(1))
     stream.deliver(seen.append)
     assert seen == [a_chunk(0), a_chunk(1)]
-    stream.put(a_chunk(2, last=True))
+    stream.end(a_chunk(2, last=True))
     assert seen[2:] == [a_chunk(2, last=True)]
     stream.put(a_chunk(3))
+    stream.end(a_chunk(4, last=True))
     assert len(seen) == 3, "nothing follows the last chunk"
 
 
@@ -343,7 +354,7 @@ def test_items_that_a_reader_causes_come_after_those_before() -> None:
     def receive(item: object) -> None:
         seen.append(item)
         if len(seen) == 1:
-            stream.put(a_chunk(2, last=True))
+            stream.end(a_chunk(2, last=True))
 
     stream.put(a_chunk(0))
     stream.put(a_chunk(1))
@@ -366,7 +377,7 @@ def test_a_stream_that_has_ended_cancels_nothing(last: Any) -> None:
     stream = Stream((1, 2, 3), 0, cancel)
     stream.cancel()
     cancel.assert_called_once_with()
-    stream.put(last)
+    stream.end(last)
     stream.cancel()
     cancel.assert_called_once_with()
 

@@ -64,7 +64,7 @@ async def test_the_parser_of_a_continued_output_has_read_its_beginning(
     read: list[str] = []
     parser = SimpleNamespace(feed=read.append)
     prepared = PreparedInput((1, 2), params, new_parser=lambda: parser)
-    monkeypatch.setattr(preparing, "prepare", lambda *_: prepared)
+    monkeypatch.setattr(preparing, "prepare", lambda *_, **__: prepared)
     texts: Any = SimpleNamespace(
         detokenizer=lambda *_, **__: SimpleNamespace(push=lambda ids: f"<{ids[0]}>", stop_string=None)
     )

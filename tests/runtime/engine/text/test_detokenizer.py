@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.markup.markup import MARK
-from quire.runtime.engine.text.detokenizer import IncrementalDetokenizer
+from quire.runtime.engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, StopDetokenizer
 from quire.runtime.engine.text.tokenizer import Tokenizer
 
 CHARACTERS = st.sampled_from("abcEND \n\t é中文字👩👧🇩🇪\u200d") | st.characters(exclude_categories=["Cs"])
 TEXT = st.text(alphabet=CHARACTERS)
 
 
-def stream(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> list[str]:
+def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
     return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()]
 
 
@@ -38,14 +38,14 @@ def test_broken_utf8_gives_the_same_replacement_characters(byte_level: Tokenizer
 @given(text=TEXT, cuts=st.lists(st.integers(1, 4), max_size=40))
 def test_the_grouping_of_tokens_does_not_matter(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text)
-    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"])
     grouped = []
     rest = ids
     for cut in cuts:
         grouped.append(detokenizer.push(rest[:cut]))
         rest = rest[cut:]
     grouped += [detokenizer.push(rest), detokenizer.finish()]
-    assert "".join(grouped) == "".join(stream(IncrementalDetokenizer(byte_level, ["END"]), ids))
+    assert "".join(grouped) == "".join(stream(StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"]), ids))
 
 
 @pytest.mark.parametrize("text", ["👩‍👩‍👧", "日本語", "é", "🇩🇪 ok"])
@@ -117,7 +117,7 @@ def test_the_first_word_after_a_prompt_keeps_its_space(sentencepiece: Tokenizer,
     vocabulary = sentencepiece._fast.get_vocab()
     context = [vocabulary[piece] for piece in prompt]
     assert IncrementalDetokenizer(sentencepiece, context=context).push([vocabulary["▁cat"]]) == " cat"
-    stopped = IncrementalDetokenizer(sentencepiece, [" ca"], context=context)
+    stopped = StopDetokenizer(IncrementalDetokenizer(sentencepiece, context=context), [" ca"])
     assert stopped.push([vocabulary["▁cat"]]) == ""
     assert stopped.stop_string == " ca"
 
@@ -171,7 +171,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
 def test_text_is_cut_at_the_first_stop_string(
     byte_level: Tokenizer, text: str, stops: list[str], include: bool
 ) -> None:
-    detokenizer = IncrementalDetokenizer(byte_level, stops, include)
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), stops, include)
     pieces = stream(detokenizer, byte_level.encode(text))
     found = first_stop(text, stops)
     expected = text if found is None else text[: found[1] if include else found[0]]
@@ -192,7 +192,7 @@ def test_text_is_cut_at_the_first_stop_string(
 )
 def test_overlapping_stop_strings(byte_level: Tokenizer, stops: list[str], text: str, expected: str) -> None:
     ids = [byte_level.encode(character)[0] for character in text]
-    assert "".join(stream(IncrementalDetokenizer(byte_level, stops), ids)) == expected
+    assert "".join(stream(StopDetokenizer(IncrementalDetokenizer(byte_level), stops), ids)) == expected
 
 
 @given(text=STOP_TEXT, stops=STOPS)
@@ -200,7 +200,7 @@ def test_stop_token_index_is_the_first_token_that_completes_a_stop_string(
     byte_level: Tokenizer, text: str, stops: list[str]
 ) -> None:
     ids = byte_level.encode(text)
-    detokenizer = IncrementalDetokenizer(byte_level, stops)
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), stops)
     detokenizer.push(ids)
     decoded = [byte_level.decode(ids[: count + 1]) for count in range(len(ids))]
     holding = [index for index, prefix in enumerate(decoded) if any(stop in prefix for stop in stops)]
@@ -208,7 +208,7 @@ def test_stop_token_index_is_the_first_token_that_completes_a_stop_string(
 
 
 def test_a_stop_string_across_tokens_is_held_back(byte_level: Tokenizer) -> None:
-    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"])
     ids = [byte_level.encode(character)[0] for character in "xENyENDz"]
     assert [detokenizer.push([token_id]) for token_id in ids] == ["x", "", "", "ENy", "", "", "", ""]
     assert detokenizer.stop_string == "END"
@@ -217,21 +217,21 @@ def test_a_stop_string_across_tokens_is_held_back(byte_level: Tokenizer) -> None
 
 
 def test_finish_returns_held_text(byte_level: Tokenizer) -> None:
-    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"])
     assert detokenizer.push(byte_level.encode("the EN")) == "the "
     assert detokenizer.finish() == "EN"
     assert detokenizer.stop_string is None
 
 
 def test_finish_returns_held_text_before_an_unfinished_character(byte_level: Tokenizer) -> None:
-    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"])
     assert detokenizer.push([*byte_level.encode("xEN"), byte_level.encode("é")[0]]) == "x"
     assert detokenizer.finish() == "EN\ufffd"
 
 
 def test_a_stop_string_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
-    detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=5)
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"], min_tokens=5)
     assert "".join(stream(detokenizer, ids)) == "aENDb"
     assert detokenizer.stop_token_index == 7
 
@@ -242,10 +242,9 @@ def test_a_stop_string_counts_if_it_ends_at_min_tokens_or_later(
 ) -> None:
     """The first END ends with the fourth token, so it counts if `min_tokens` is at most 4."""
     ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
-    detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=min_tokens)
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), ["END"], min_tokens=min_tokens)
     detokenizer.push(ids)
     assert detokenizer.stop_token_index == last
-    assert detokenizer.num_tokens == last + 1
 
 
 @pytest.mark.parametrize(
@@ -256,14 +255,14 @@ def test_a_stop_string_may_overlap_one_before_min_tokens(
     byte_level: Tokenizer, stop: str, text: str, min_tokens: int, expected: str
 ) -> None:
     ids = [byte_level.encode(character)[0] for character in text]
-    detokenizer = IncrementalDetokenizer(byte_level, [stop], min_tokens=min_tokens)
+    detokenizer = StopDetokenizer(IncrementalDetokenizer(byte_level), [stop], min_tokens=min_tokens)
     assert "".join(stream(detokenizer, ids)) == expected
     assert detokenizer.stop_token_index == len(expected) + len(stop) - 1
 
 
 def test_an_empty_stop_string_is_refused(byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="must not be empty"):
-        IncrementalDetokenizer(byte_level, [""])
+        StopDetokenizer(IncrementalDetokenizer(byte_level), [""])
 
 
 def test_an_unfinished_character_ends_before_a_marker(byte_level: Tokenizer) -> None:
