@@ -94,6 +94,7 @@ WITH_FILES = (  # goldens of families that have GGUF files
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
     *("arcee", "cohere", "cohere2", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_dense", "phi", "stablelm", "starcoder2"),
+    *("granite_moe", "minicpm", "olmoe"),
     *("deepseek_v2", "deepseek_v3"),
 )
 FOLDERS_ONLY = ("gemma4", "gemma4_dense", "gemma4_moe", "glm4_moe_lite", "granite_swa", "olmo_hybrid")  # goldens

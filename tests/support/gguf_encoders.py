@@ -36,6 +36,17 @@ STORED = {  # names on Hugging Face, without the layer -> names in GGUF files
     "mlp.fc12": "ffn_gate",
     "mlp.fc2": "ffn_down",
     "norm2": "layer_output_norm",
+    "embeddings.tok_embeddings": "token_embd",
+    "embeddings.norm": "token_embd_norm",
+    "final_norm": "output_norm",
+    "attn_norm": "attn_norm",
+    "attn.Wo": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "mlp.Wi": "ffn_up",
+    "mlp.Wo": "ffn_down",
+    "head.dense": "cls",
+    "head.norm": "cls.norm",
+    "classifier": "cls.output",
     "classifier.dense": "cls",
     "classifier.out_proj": "cls.output",
 }
@@ -43,9 +54,12 @@ POOLINGS = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 def convert_encoder(folder: Path, path: Path, metadata: Mapping[str, Any] = {}) -> Path:
-    """Write a folder of a BERT, RoBERTa or NomicBERT as a GGUF file in f32; `metadata` adds and replaces keys."""
+    """Write a folder of a BERT or a relative of it as a GGUF file in f32; `metadata` adds and replaces keys.
+
+    A file with byte pairs has no vocabulary.
+    """
     config = json.loads((folder / "config.json").read_text())
-    architecture = "nomic-bert" if config["model_type"] == "nomic_bert" else "bert"
+    architecture = {"nomic_bert": "nomic-bert", "modernbert": "modern-bert"}.get(config["model_type"], "bert")
     first_position = config["pad_token_id"] + 1 if config["model_type"].endswith("roberta") else 0
     keys = {
         "general.architecture": architecture,
@@ -54,13 +68,19 @@ def convert_encoder(folder: Path, path: Path, metadata: Mapping[str, Any] = {}) 
         f"{architecture}.attention.head_count": config["num_attention_heads"],
         f"{architecture}.feed_forward_length": config["intermediate_size"],
         f"{architecture}.context_length": config["max_position_embeddings"] - first_position,
-        f"{architecture}.attention.layer_norm_epsilon": float(config["layer_norm_eps"]),
+        f"{architecture}.attention.layer_norm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
         f"{architecture}.attention.causal": False,
-        "tokenizer.ggml.token_type_count": config["type_vocab_size"],
+        "tokenizer.ggml.token_type_count": config.get("type_vocab_size", 1),
         **_vocabulary(json.loads((folder / "tokenizer.json").read_text())),
     }
     if theta := config.get("rope_parameters", {}).get("rope_theta"):
         keys[f"{architecture}.rope.freq_base"] = float(theta)
+    if architecture == "modern-bert":
+        ropes = config["rope_parameters"]
+        keys["modern-bert.rope.freq_base"] = float(ropes["full_attention"]["rope_theta"])
+        keys["modern-bert.rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+        keys["modern-bert.attention.sliding_window"] = config["local_attention"]
+        keys["modern-bert.rope.scaling.type"] = "none"
     pooling = folder / "1_Pooling" / "config.json"
     if pooling.is_file():
         keys[f"{architecture}.pooling_type"] = POOLINGS[json.loads(pooling.read_text())["pooling_mode"]]
@@ -73,8 +93,8 @@ def _arrays(folder: Path, first_position: int) -> Arrays:
     checkpoint = SafetensorsCheckpoint(folder)
     arrays = {}
     for name in checkpoint.names():
-        bare = name.removeprefix("roberta.").replace(".gamma", ".weight").replace(".beta", ".bias")
-        named = re.fullmatch(r"(?:encoder\.layers?\.(\d+)\.)?(.+)(\.weight|\.bias)", bare)
+        bare = re.sub(r"^(roberta|model)\.", "", name).replace(".gamma", ".weight").replace(".beta", ".bias")
+        named = re.fullmatch(r"(?:(?:encoder\.)?layers?\.(\d+)\.)?(.+)(\.weight|\.bias)", bare)
         assert named is not None
         if named[2] == "pooler.dense":
             continue
@@ -89,6 +109,8 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of WordPiece or Unigram, and of the special tokens' roles."""
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
     model = tokenizer["model"]
+    if model["type"] == "BPE":
+        return {}
     if model["type"] == "WordPiece":
         return word_piece_metadata(model["vocab"], special)
     return {

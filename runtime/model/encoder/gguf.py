@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..weights.gguf import GGUFFile, Metadata, open_gguf
 from ..weights.gguf_checkpoint import GGUFCheckpoint
 from ..weights.tensors import check_built
 from .bert import BERT
+from .modernbert import MODERNBERT
 from .nomic_bert import NOMIC_BERT
 from .spec import (
     ANSWER,
@@ -45,6 +46,7 @@ from .weights import build_encoder_weights
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}  # numbers of llama.cpp
 NO_POOLING = 0
 BERT_POOLINGS: dict[int, Pooling] = {NO_POOLING: "mean", **POOLINGS}
+HEAD_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "first"}
 ROPE_THETA = 10_000.0  # llama.cpp's default
 ANSWERS = ["yes", "no"]  # rows of the classifier of Qwen3-Reranker
 FIRST_LAYER, LABELS = "cls", "classifier.output_labels"
@@ -81,6 +83,18 @@ NAMES = EncoderNames(
     down="ffn_down",
     mlp_norm="layer_output_norm",
 )
+MODERN_KEYS = {
+    **{key: suffix for key, suffix in ENCODER_KEYS.items() if key not in ("layer_norm_eps", "rope_theta")},
+    "norm_eps": LAYER_NORM_EPS,
+    "global_rope_theta": "rope.freq_base",
+    "local_rope_theta": "rope.freq_base_swa",
+    "local_attention": "attention.sliding_window",
+    "global_attn_every_n_layers": "attention.sliding_window_pattern",
+    "hidden_activation": "hidden_activation",
+}
+MODERN_NAMES = replace(
+    NAMES, qkv=(FUSED_QKV,), attention_norm="attn_norm", mlp_norm="ffn_norm", final_norm="output_norm"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +104,17 @@ class EncoderFormat:
     architecture: str  # general.architecture
     read: Callable[[ConfigTable], BertSpec]  # the reader of config.json
     names: EncoderNames = NAMES
+    keys: Mapping[str, str] = field(default_factory=lambda: ENCODER_KEYS)
+    head_pooling: Pooling = "first"  # the rows that a classifier reads, unless the metadata say it
+    head_activation: Activation = "tanh"  # activation of a classifier's first layer
 
 
 ENCODER_FORMATS = (
     EncoderFormat("bert", BERT.read),  # RoBERTa and XLM-RoBERTa, too
     EncoderFormat("nomic-bert", NOMIC_BERT.read, replace(NAMES, up=("ffn_gate", "ffn_up"))),
+    EncoderFormat(
+        "modern-bert", MODERNBERT.read, MODERN_NAMES, MODERN_KEYS, head_pooling="mean", head_activation="gelu"
+    ),
 )
 GGUF_ENCODERS = tuple(form.architecture for form in ENCODER_FORMATS)
 
@@ -138,7 +158,7 @@ def _pooling_key(metadata: Metadata) -> str:
 
 def _read_bert(file: GGUFFile, form: EncoderFormat) -> EncoderSpec:
     metadata = file.metadata
-    check_neutral(metadata, form.architecture, NEUTRAL_OF_ENCODERS)
+    check_neutral(metadata, form.architecture, NEUTRAL_OF_ENCODERS, form.keys.values())
     names = form.names
     if f"{names.layer.format(0)}{FUSED_QKV}.weight" in file.tensors:
         names = replace(names, qkv=(FUSED_QKV,))
@@ -156,8 +176,8 @@ def _read_bert(file: GGUFFile, form: EncoderFormat) -> EncoderSpec:
         )
     return EncoderSpec(
         body=body,
-        pooling="first" if labels else BERT_POOLINGS[kind],
-        projections=_head(file, body.hidden_size, labels),
+        pooling=_head_pooling(metadata, form) if labels else BERT_POOLINGS[kind],
+        projections=_head(file, form, body, labels),
         normalize=not labels,
         num_labels=labels,
         score_activation="sigmoid" if labels == 1 else "identity",
@@ -168,13 +188,20 @@ def _read_bert(file: GGUFFile, form: EncoderFormat) -> EncoderSpec:
 
 def _config(file: GGUFFile, form: EncoderFormat, found: Mapping[str, Any]) -> ConfigTable:
     """Return the metadata in the form of config.json."""
-    keys = {key: f"{form.architecture}.{suffix}" for key, suffix in ENCODER_KEYS.items()}
+    keys = {key: f"{form.architecture}.{suffix}" for key, suffix in form.keys.items()}
     embedding = f"{form.names.words}.weight"
+    first = form.names.layer.format(0)
+    biases = {
+        "attention_bias": f"{first}{form.names.o}.bias" in file.tensors,
+        "mlp_bias": f"{first}{form.names.down}.bias" in file.tensors,
+        "norm_bias": f"{form.names.embedding_norm}.bias" in file.tensors,
+    }
     values = {key: file.metadata[name] for key, name in keys.items() if name in file.metadata}
     if embedding in file.tensors:
         values["vocab_size"] = file.tensors[embedding].shape[0]
     keys["vocab_size"] = f"the number of rows of {embedding}"
-    return ConfigTable({"rope_theta": ROPE_THETA, **values, **found}, source=str(file.path), names=keys)
+    defaults = {"rope_theta": ROPE_THETA, "local_rope_theta": None}  # None: that of layers that see all tokens
+    return ConfigTable({**defaults, **biases, **values, **found}, source=str(file.path), names=keys)
 
 
 def _num_rows(file: GGUFFile, name: str) -> int:
@@ -185,17 +212,41 @@ def _num_rows(file: GGUFFile, name: str) -> int:
     return tensor.shape[0] if len(tensor.shape) > 1 else 1
 
 
-def _head(file: GGUFFile, hidden: int, labels: int) -> tuple[Projection, ...]:
+def _head_pooling(metadata: Metadata, form: EncoderFormat) -> Pooling:
+    """Return the rows that a classifier reads."""
+    key = f"{form.architecture}.classifier.pooling_type"
+    if key not in metadata:
+        return form.head_pooling
+    if metadata[key] not in HEAD_POOLINGS:
+        raise metadata.refused(key, "1 or 2 (mean or first row)")
+    return HEAD_POOLINGS[metadata[key]]
+
+
+def _head(file: GGUFFile, form: EncoderFormat, body: BertSpec, labels: int) -> tuple[Projection, ...]:
     """Return the layers of a classifier: with or without a layer before the last one."""
-
-    def projection(name: str, out_features: int, activation: Activation) -> Projection:
-        bias = f"{name}.bias" in file.tensors
-        return Projection(tensor=name, in_features=hidden, out_features=out_features, bias=bias, activation=activation)
-
     if not labels:
         return ()
-    first = (projection(FIRST_LAYER, hidden, "tanh"),) if f"{FIRST_LAYER}.weight" in file.tensors else ()
-    return (*first, projection(SCORING_LAYER, labels, "none"))
+    hidden = body.hidden_size
+    last = Projection(
+        tensor=SCORING_LAYER,
+        in_features=hidden,
+        out_features=labels,
+        bias=f"{SCORING_LAYER}.bias" in file.tensors,
+    )
+    if f"{FIRST_LAYER}.weight" not in file.tensors:
+        return (last,)
+    norm = f"{FIRST_LAYER}.norm"
+    first = Projection(
+        tensor=FIRST_LAYER,
+        in_features=hidden,
+        out_features=hidden,
+        bias=f"{FIRST_LAYER}.bias" in file.tensors,
+        activation=form.head_activation,
+        norm=norm if f"{norm}.weight" in file.tensors else None,
+        norm_bias=f"{norm}.bias" in file.tensors,
+        norm_eps=body.norm_eps,
+    )
+    return first, last
 
 
 def _labels(metadata: Metadata, architecture: str, count: int) -> tuple[str, ...]:

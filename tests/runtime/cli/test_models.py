@@ -147,7 +147,7 @@ def test_without_a_model_all_that_is_supported_is_listed(capsys: pytest.CaptureF
     found = rows(capsys, None)
     assert len(found["family"]) == len(FAMILIES)
     assert "LlamaForCausalLM, in GGUF files llama" in found["family"]
-    assert "in GGUF files bert, nomic-bert" in found["encoder"]
+    assert "in GGUF files bert, nomic-bert, modern-bert" in found["encoder"]
     assert found["safetensors"] == ["BF16, F16, F32"]
     assert found["quantized"] == ["gptq, awq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt"]
     assert found["GGUF"] == [

@@ -220,6 +220,10 @@ def test_the_calls_of_a_prompt_are_read_as_an_output(template: str, family: str,
             {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05},  # LFM2
             {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05},
         ),
+        (
+            {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95},  # Gemma 4
+            {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+        ),
     ],
 )
 def test_the_sampling_that_these_models_recommend_is_the_default(

@@ -86,13 +86,13 @@ def test_a_decoder_whose_attention_needs_pages_makes_no_vectors(family: str, arc
         read_encoder(path)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "xlm_roberta", "nomic_bert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm_roberta", "nomic_bert", "modernbert"])
 def test_a_file_of_a_bert_has_the_vectors_of_its_folder(name: str, tmp_path: Path) -> None:
     golden = read_golden(name)
     path = convert_encoder(golden.folder, tmp_path / "a.gguf")
     found, like = (run(load(each), golden.encoded) for each in (path, golden.folder))
     np.testing.assert_allclose(found, like / np.linalg.norm(like, axis=1, keepdims=True), rtol=1e-6)
-    if name != "roberta":  # a folder without modules, whose vectors keep their length
+    if name not in ("roberta", "modernbert"):  # folders whose vectors keep their length
         np.testing.assert_array_equal(found, like)
 
 
@@ -111,6 +111,20 @@ def test_a_file_of_a_classifier_has_the_scores_of_its_folder(tmp_path: Path) -> 
     assert (spec.num_labels, spec.labels, spec.score_activation) == (1, ("LABEL_0",), "sigmoid")
     pair = EncoderText(path, spec).encode_pair("a", "b").token_ids
     assert (pair[0], pair[-1], pair.count(2)) == (0, 2, 3)  # <s> a </s></s> b </s>
+
+
+def test_a_file_of_a_modernbert_has_the_scores_of_its_folder(tmp_path: Path) -> None:
+    """Without `classifier.pooling_type`, a classifier reads the mean, as in llama.cpp."""
+    golden = read_golden("modernbert_scores")
+    metadata = {"modern-bert.classifier.output_labels": ["a", "b", "c"]}
+    mean, first = (
+        convert_encoder(golden.folder, tmp_path / f"{kind}.gguf", {**metadata, **pooling})
+        for kind, pooling in (("mean", {}), ("first", {"modern-bert.classifier.pooling_type": 2}))
+    )
+    like = run(load(golden.folder), golden.encoded)
+    np.testing.assert_array_equal(run(load(mean), golden.encoded), like)
+    assert np.abs(run(load(first), golden.encoded) - like).max() > 0.01
+    assert (read_encoder(mean).labels, read_encoder(mean).score_activation) == (("a", "b", "c"), "identity")
 
 
 def test_a_reranker_of_qwen3_scores_by_the_difference_of_two_rows(tmp_path: Path) -> None:
