@@ -47,10 +47,12 @@ class LLM:
         if unknown := options.keys() - names.keys():
             name = min(unknown)
             raise TypeError(f"LLM has no option {name!r}{suggestion(name, names)}; the options are {', '.join(names)}")
+        models: dict[str, Any] = {"model": None if model is None else os.fspath(model)}
+        models |= {name: options[name] for name in ("embedding_model", "draft_model") if name in options}
         given = {
             "max_num_waiting": OFFLINE_QUEUE,
             **options,
-            "model": None if model is None else _local(os.fspath(model)),
+            **{name: _local(value) if isinstance(value, str) else value for name, value in models.items()},
         }
         config = resolve_settings(given, environ={}).engine
         self._start(config, populate=config.kv_cache_memory is not None)

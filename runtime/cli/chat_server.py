@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,15 +13,14 @@ from typing import Any, NoReturn
 from ..common.config import EngineConfig
 from ..common.errors import InvalidRequest, ModelNotFound, QuireError
 from ..common.options import flag_name
-from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..model import model_name, model_path
+from ..net.listening_user import listening_user
 from .chat_api import ChatAPI
 from .flags import read_settings
 from .local_server import local_server
 from .model_files import with_model_files
 
-DEFAULT_URL = f"http://127.0.0.1:{ServerConfig().openai_port}/v1"
 PROBE_TIMEOUT_S = 1
 LOAD_TIMEOUT_S = 3600  # a large model on a slow disk
 SEQUENCES = 2  # sequences of the own server, which has one user
@@ -31,7 +31,8 @@ def chat_server(url: str | None, model: str | None, memory: Any) -> Iterator[tup
     """Yield a server and the name of a model that chats.
 
     With a URL, it is the server there. Else it is the server on this machine, if that serves the model, or any model if
-    none is named; else one of its own, with the flags in `memory`. Raises QuireError.
+    none is named; else one of its own, with the flags in `memory`. The first adapter among them answers. Raises
+    QuireError.
     """
     settings = read_settings(model, memory)
     key = settings.server.token
@@ -39,10 +40,14 @@ def chat_server(url: str | None, model: str | None, memory: Any) -> Iterator[tup
         api = ChatAPI(url, key)
         yield api, _pick(api.models(), model, url)
         return
-    api = ChatAPI(DEFAULT_URL, key)
-    if (name := _running(api, model)) is not None:
-        yield api, name
-        return
+    if model is None or not settings.engine.lora:
+        port = settings.server.openai_port
+        # The key is for a server of this user or of the system, not for any program that has the port.
+        is_trusted = key is None or listening_user(port) in (os.getuid(), 0)
+        api = ChatAPI(f"http://127.0.0.1:{port}/v1", key if is_trusted else None)
+        if (name := _running(api, model)) is not None:
+            yield api, name
+            return
     with _own_server(with_model_files(settings)) as found:
         yield found
 
@@ -85,7 +90,7 @@ def _own_server(settings: Settings) -> Iterator[tuple[ChatAPI, str]]:
         handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             api = ChatAPI(started.api_url)
-            yield api, _pick(api.models(), name, api.url)
+            yield api, _pick(api.models(), next(iter(settings.engine.lora), name), api.url)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -84,11 +84,26 @@ class Conversation:
             case "/set":
                 return self._set(*rest.partition(" ")[::2])
             case "/image":
-                return self._add_image(rest)
+                return self.add_image(rest)
             case "/save":
                 return self._save(rest)
         commands = ("/help", "/bye", "/clear", "/system", "/set", "/image", "/save")
         raise ConfigError(f"{name} is not a command{suggestion(name, commands) or '; /help lists them'}")
+
+    def add_image(self, name: str) -> str:
+        """Send the image in a file with the next message; return the text to show. Raises ConfigError."""
+        if not name:
+            raise ConfigError("/image needs the name of a file")
+        path = Path(name).expanduser()
+        try:
+            if not path.is_file():
+                raise ConfigError(f"there is no file {path}")
+            if path.stat().st_size > MAX_CHAT_IMAGE_BYTES:
+                raise ConfigError(f"{path} has more than {MAX_CHAT_IMAGE_BYTES:,} bytes")
+            self._images.append((path.name, path.read_bytes()))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        return f"{path.name} goes with the next message"
 
     def _set(self, name: str, text: str) -> str:
         text = text.strip()
@@ -121,20 +136,6 @@ class Conversation:
             variables = self.options.get("chat_template_kwargs")
             return "default" if variables is None else "on" if variables["enable_thinking"] else "off"
         return str(self.options.get(name, "default"))
-
-    def _add_image(self, name: str) -> str:
-        if not name:
-            raise ConfigError("/image needs the name of a file")
-        path = Path(name).expanduser()
-        try:
-            if not path.is_file():
-                raise ConfigError(f"there is no file {path}")
-            if path.stat().st_size > MAX_CHAT_IMAGE_BYTES:
-                raise ConfigError(f"{path} has more than {MAX_CHAT_IMAGE_BYTES:,} bytes")
-            self._images.append((path.name, path.read_bytes()))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        return f"{path.name} goes with the next message"
 
     def _save(self, name: str) -> str:
         if not name:

@@ -34,7 +34,7 @@ def run(
     """Print the answer. Raises ModelError, ConfigError, Unavailable or the server's errors."""
     conversation = Conversation(system)
     for file in image:
-        conversation.command(f"/image {file}")
+        conversation.add_image(file)
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = standard_input()
     if prompt is not None and not prompt.strip():

@@ -12,6 +12,7 @@ from ..common.errors import ConfigError, ModelNotFound, QuireError, Unauthentica
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
+MAX_WAIT_DIGITS = 5  # digits of a time to wait that are shown
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -69,7 +70,7 @@ def status_error(repo: str, error: HfHubHTTPError) -> QuireError:
         return ModelNotFound(f"there is no {repo} at {_endpoint()}; check the spelling and HF_ENDPOINT")
     if status == 429:
         wait = response.headers.get("Retry-After", "")
-        when = f"in {wait} s" if wait.isdecimal() else "later"
+        when = f"in {wait} s" if wait.isdecimal() and len(wait) <= MAX_WAIT_DIGITS else "later"
         return Unavailable(
             f"{_endpoint()} has had too many requests (429); repeat the command {when}, or set HF_TOKEN for more"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,8 @@ from quire.runtime.common.errors import (
     Unavailable,
 )
 from quire.runtime.common.settings import resolve_settings
+
+from tests.support.adapters import write_adapter
 
 CARDS = [
     {"id": "org/tiny", "owned_by": "quire", "capabilities": ["completion", "chat"]},
@@ -286,13 +289,24 @@ def test_a_conversation_is_saved(tmp_path: Path) -> None:
 def test_a_server_on_this_machine_that_serves_the_model_is_used(
     api: ScriptedAPI, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(chat_server, "DEFAULT_URL", api.url)
+    monkeypatch.setenv("QUIRE_OPENAI_PORT", str(api.server_port))
     monkeypatch.setenv("QUIRE_TOKEN", "secret-key")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi")))
     assert run(["run", *arguments]) == 0
     assert capsys.readouterr().out == "Hello\n"
     assert api.requests[0]["model"] == "org/tiny"
     assert api.keys == ["Bearer secret-key"]
+
+
+def test_a_program_of_another_user_does_not_get_the_key(
+    api: ScriptedAPI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_OPENAI_PORT", str(api.server_port))
+    monkeypatch.setenv("QUIRE_TOKEN", "secret-key")
+    monkeypatch.setattr(chat_server, "listening_user", {api.server_port: os.getuid() + 1}.get)
+    assert run(["run", "org/tiny", "Hi"]) == 0
+    assert capsys.readouterr().out == "Hello\n"
+    assert api.keys == [None]
 
 
 def test_a_url_is_used_or_refused(api: ScriptedAPI, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,7 +337,7 @@ def test_without_a_server_the_command_starts_its_own(
     api: ScriptedAPI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.cards = {"data": [{"id": "demo_model"}]}  # Another program has the port.
-    monkeypatch.setattr(chat_server, "DEFAULT_URL", api.url)
+    monkeypatch.setenv("QUIRE_OPENAI_PORT", str(api.server_port))
     monkeypatch.setenv("QUIRE_TUNE", "off")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/set max_tokens 5\n/set temperature 0\nHi\n/bye\n")))
     assert run(["chat", "--kv-cache-memory", "16MiB"]) == 0
@@ -331,6 +345,22 @@ def test_without_a_server_the_command_starts_its_own(
     assert len(shown.out) > 1
     assert shown.err == "quire: loading demo_model\nmax_tokens 5\ntemperature 0.0\n"
     assert api.requests == []
+
+
+def test_an_adapter_of_the_command_answers(
+    api: ScriptedAPI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUIRE_OPENAI_PORT", str(api.server_port))  # has no such adapter
+    monkeypatch.setenv("QUIRE_TUNE", "off")
+    answers = []
+    for adapter in ([], ["--lora", f"sql={write_adapter(tmp_path / 'sql', 1)}", "--max-lora-rank=16"]):
+        monkeypatch.setattr(
+            "sys.stdin", io.TextIOWrapper(io.BytesIO(b"/set max_tokens 8\n/set temperature 0\nHi\n/bye\n"))
+        )
+        api.cards = {"data": [{"id": "demo_model"}]}
+        assert run(["chat", "--kv-cache-memory", "16MiB", *adapter]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] != answers[1]
 
 
 def test_the_options_of_the_command_are_passed_to_its_server() -> None:

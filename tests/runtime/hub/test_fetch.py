@@ -271,6 +271,7 @@ def test_a_disk_that_fills_up_during_the_download_keeps_what_arrived(hub: Hub) -
         ),
         ("model.safetensors", 404, {"X-Error-Code": "EntryNotFound"}, ModelNotFound, "a file of org/tiny has vanished"),
         ("model.safetensors", 429, {"Retry-After": "61"}, Unavailable, "repeat the command in 61 s"),
+        ("model.safetensors", 429, {"Retry-After": "9" * 400}, Unavailable, "repeat the command later"),
     ],
 )
 def test_a_refusal_says_what_to_do(
