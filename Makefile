@@ -64,6 +64,9 @@ kill-batches: compiled
 kill-at-shutdown: compiled
 	$(BIN)/python tests/fuzz/kill_at_shutdown.py $(KILL)
 
+swap-adapters: compiled
+	$(BIN)/python -m tests.fuzz.swap_adapters $(SWAP)
+
 fuzz-files: $(DEV)
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
 
@@ -169,4 +172,4 @@ define install
   || { tail -n 40 .venv/install.log; exit 1; }
 endef
 
-.PHONY: demo loadtest dashboard compiled test grids test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image
+.PHONY: demo loadtest dashboard compiled test grids test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown swap-adapters fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image

@@ -21,8 +21,8 @@ from ...scheduler import (
     Request,
     SchedulerError,
 )
-from ..common.errors import Quarantined, Unavailable
-from ..engine import CoreInfo, EngineStats, HostStatus
+from ..common.errors import InvalidRequest, Quarantined, Unavailable
+from ..engine import CoreInfo, EngineStats, HostStatus, LoadedAdapter
 from ..workers import EnginePool, HealthTimeouts
 from ..workers.engine_pool import total_info
 from ..workers.supervised_engine import SupervisedEngine
@@ -122,6 +122,10 @@ class Cluster(EnginePool):
                     raise Quarantined(LOST_HOSTS_REASON) from None
             except (NotAccepting, QueueFull) as refusal:
                 refusals[host] = refusal
+
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
+        """Refuse: engine hosts load adapters at their start."""
+        raise InvalidRequest("engine hosts have the adapters of their start; start them with other ones")
 
     def stats(self) -> EngineStats:
         if not self.hosts:

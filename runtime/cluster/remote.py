@@ -82,6 +82,11 @@ class HostTraits:
                 f"({self.info.fingerprint}); start both with the same build, model, dtypes and page size, and in bf16 "
                 "the same ISA level"
             )
+        if ready.info.adapters != self.info.adapters:
+            raise ConfigError(
+                f"engine host {address} has other adapters ({_names(ready.info)}) than {self.first} "
+                f"({_names(self.info)}), or other files; start both with the same"
+            )
         if ready.info.max_model_len < self.info.max_model_len:
             raise ConfigError(
                 f"engine host {address} has max_model_len {ready.info.max_model_len}, {self.first} has "
@@ -199,6 +204,7 @@ class HostSource:
         self.problem: QuireError | None = None  # error of the last attempt
         self._credentials = credentials
         self._traits = traits
+        self.adapters: dict[str, str] = {}  # hosts keep their own
         self._next_attempt = 0.0  # earliest time of the next attempt
 
     def ending(self, status: int) -> str:
@@ -389,6 +395,10 @@ class RemoteHost(SupervisedEngine):
 
     def _for_link(self, spec: SpecT) -> SpecT:
         return with_time_left(spec, self._clock())
+
+
+def _names(info: CoreInfo) -> str:
+    return ", ".join(info.adapters) or "none"
 
 
 def _error_named(name: str) -> type[QuireError]:

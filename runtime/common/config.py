@@ -29,6 +29,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
+Adapters = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Images = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)]
 Pixels = Annotated[int, msgspec.Meta(ge=1, le=178_956_970)]  # Pillow's limit
@@ -162,6 +163,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default="none",
         ),
     ] = {}
+    max_loras: Annotated[
+        Adapters | None,
+        _memory(
+            "Adapters in memory at the same time. With it, adapters are loaded and unloaded while the server runs, and "
+            "one that no request uses leaves the memory when another needs its place.",
+            unit="adapters",
+            default="the adapters of `lora`",
+        ),
+    ] = None
     max_lora_rank: Annotated[Rank, _memory("Largest rank of an adapter.")] = 64
     lora_memory: Annotated[
         Count | None,
@@ -329,6 +339,7 @@ class EngineOptions(TypedDict, total=False):
     threads: int | None
     enable_prefix_caching: bool
     lora: dict[str, str]
+    max_loras: int | None
     max_lora_rank: int
     lora_memory: int | str | None
     kv_events: str | None

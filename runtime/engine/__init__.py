@@ -2,10 +2,11 @@
 
 from .bits import models_digest
 from .build import load_texts
-from .core import Core, CoreListener, Prefilled
+from .core import Core, CoreListener, LoadedAdapter, Prefilled
 from .engine import Engine, LocalEngine
 from .engine_core import EngineCore
 from .facade import (
+    AdapterStatus,
     CoreInfo,
     EmbeddedTexts,
     Embeddings,
@@ -31,6 +32,7 @@ from .text_processor import TextProcessor
 from .validator import check_images
 
 __all__ = [
+    "AdapterStatus",
     "Core",
     "CoreInfo",
     "CoreListener",
@@ -49,6 +51,7 @@ __all__ = [
     "Generation",
     "HostState",
     "HostStatus",
+    "LoadedAdapter",
     "LocalEngine",
     "Prefilled",
     "RequestStats",

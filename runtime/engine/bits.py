@@ -1,7 +1,8 @@
 """The bits id: a digest of everything that the bits of keys, values and outputs depend on besides the request.
 
 Engines with the same id continue each other's requests, and use each other's snapshots. Threads, batch sizes and the
-length of the KV cache are not part of it, and neither is the ISA level where all levels compute the same bits.
+length of the KV cache are not part of it, and neither is the ISA level where all levels compute the same bits. A
+request's adapter is not part of it either: its key is in the request, and in the keys of its pages.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> b
     rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
     states = config.state_dtype if runner.spec.has_matrices else ""
     level = capacity.isa if by_level else "every level"
-    parts: tuple[object, ...] = (_version(), Q8_FORM, weights, capacity.layout, states, rotation, level)
-    if runner.adapter_keys:
-        parts = (*parts, sorted(runner.adapter_keys.values()))
+    parts = (_version(), Q8_FORM, weights, capacity.layout, states, rotation, level)
     return hashlib.sha256(repr(parts).encode() + model_digest).digest()
 
 

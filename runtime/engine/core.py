@@ -41,6 +41,14 @@ class CoreListener:
     resumed: Callable[[], None] = _ignore  # a process computes again
 
 
+class LoadedAdapter(NamedTuple):
+    """An adapter that a core has loaded."""
+
+    key: str
+    nbytes: int
+    evicted: tuple[str, ...] = ()  # keys of the adapters that left for it
+
+
 class Core(Protocol):
     """Runs requests. The engine, its only user, calls it on the event loop."""
 
@@ -69,6 +77,14 @@ class Core(Protocol):
         """End a request without further updates. Idempotent.
 
         Return its counters; None for an unknown request and during a step that computes it.
+        """
+
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
+        """Load an adapter, which may be loaded already, while requests run.
+
+        The core keeps the adapters `kept`, keys of requests among them. Others may leave for it, last the adapters
+        `leaving`, in order. Raises ConfigError if they leave too little room, ModelError for wrong files,
+        InvalidRequest if this core loads none, and Unavailable.
         """
 
     def stats(self) -> EngineStats:

@@ -114,6 +114,8 @@ class LoadedDecoder:
             threads_reason=capacity.cpus.reason,
             images=None if runner.images is None else _describe_tower(runner.images.spec),
             adapters=runner.adapter_keys,
+            adapter_paths=self._config.lora,
+            max_adapters=self._config.max_loras or 0,
         )
 
     def bits_id(self) -> bytes:

@@ -19,6 +19,7 @@ from ...scheduler import AdmissionEstimate, Request, SchedulerError
 from ..common.config import EngineConfig
 from ..common.errors import InvalidRequest, QuireError
 from ..common.prompts import PromptImage
+from .adapters import Adapter, AdapterRegistry
 from .build import load_texts
 from .continuation import Continuation
 from .core import Core
@@ -27,6 +28,7 @@ from .embedding.no_embedder import NoEmbedder
 from .engine_core import EngineCore
 from .error_mapping import refusal_error
 from .facade import (
+    AdapterStatus,
     Embeddings,
     EmbedRequest,
     EncoderInfo,
@@ -68,7 +70,7 @@ class Engine(Generic[CoreT]):
         reader = text_processor.image_reader
         self._reasoning = text_processor.reasoning_markers(info.vocab_size)
         self.info = EngineInfo(
-            **msgspec.structs.asdict(info),
+            **{**msgspec.structs.asdict(info), "adapters": dict(info.adapters)},
             has_tokenizer=text_processor.tokenizer is not None,
             has_chat_template=text_processor.chat_template is not None,
             chat_problem=text_processor.chat_problem,
@@ -77,6 +79,7 @@ class Engine(Generic[CoreT]):
             has_tool_calls=text_processor.markup.calls is not None or text_processor.markup.channels,
             has_reasoning=self._reasoning is not None,
         )
+        self._adapters = AdapterRegistry(core, self.info)
         self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)
         self._eos_token_ids = frozenset(
             token for token in info.eos_token_ids | text_processor.eos_token_ids if token < info.vocab_size
@@ -88,7 +91,7 @@ class Engine(Generic[CoreT]):
         if info.encoder is not None and encoder_texts is not None:
             self._embedder = Embedder(core, info.encoder, encoder_texts, self._prompts.executor, self._new_id)
             self._encoder_texts = self._texts_of_encoder(info.encoder, encoder_texts)
-        self._outputs = LiveOutputs(core, self._embedder)
+        self._outputs = LiveOutputs(core, self._embedder, self._adapters.release)
         core.start(self._outputs.listener)
 
     @classmethod
@@ -187,6 +190,18 @@ class Engine(Generic[CoreT]):
         """See `facade.EngineFacade.host_statuses`."""
         return self.core.host_statuses()
 
+    def adapter_status(self, name: str) -> AdapterStatus:
+        """See `facade.EngineFacade.adapter_status`."""
+        return self._adapters.status(name)
+
+    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, in_place: bool = False) -> None:
+        """See `facade.EngineFacade.load_adapter`."""
+        await self._adapters.load(name, path, is_pinned=is_pinned, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `facade.EngineFacade.unload_adapter`."""
+        self._adapters.unload(name)
+
     def set_observer(self, observer: EngineObserver) -> None:
         """See `facade.EngineFacade.set_observer`."""
         self._outputs.observer = self._embedder.observer = observer
@@ -218,10 +233,13 @@ class Engine(Generic[CoreT]):
         self: Engine[EngineCore], token_ids: tuple[int, ...], images: Sequence[PromptImage] = (), lora: str = ""
     ) -> npt.NDArray[np.float32]:
         """Return the logits of `EngineCore.logits`. Also raises InvalidRequest or ContextLengthExceeded."""
-        self._validator.check_lora(lora)
         self._validator.check_token_ids(token_ids)
         self._validator.check_images(token_ids, images)
-        return await self.core.logits(token_ids, placed_images(images), self.info.adapters.get(lora, ""))
+        adapter = await self._adapters.acquire(lora)
+        try:
+            return await self.core.logits(token_ids, placed_images(images), adapter.key)
+        finally:
+            self._adapters.release(adapter)
 
     # From a request to the core's queue
 
@@ -238,7 +256,13 @@ class Engine(Generic[CoreT]):
         """
         try:
             prepared = preparing if isinstance(preparing, PreparedInput) else await preparing
-            output = self._output_of(request, prepared, submitted)
+            adapter = await self._adapters.acquire(request.lora)
+            try:
+                output = self._output_of(request, prepared, submitted, adapter)
+                self._register(output)
+            except BaseException:
+                self._adapters.release(adapter)
+                raise
             await self._queue(output, prepared.continuation)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error
@@ -247,7 +271,9 @@ class Engine(Generic[CoreT]):
             raise
         return output.stream
 
-    def _output_of(self, request: GenerateRequest, prepared: PreparedInput, submitted: float) -> StreamingOutput:
+    def _output_of(
+        self, request: GenerateRequest, prepared: PreparedInput, submitted: float, adapter: Adapter
+    ) -> StreamingOutput:
         """Return the output of a prepared request, and its stream. Raises InvalidRequest or ContextLengthExceeded."""
         token_ids = prepared.token_ids
         images = prepared.images
@@ -270,7 +296,7 @@ class Engine(Generic[CoreT]):
             images=images,
             has_own_grammar=prepared.has_own_grammar,
             reasoning=self._reasoning,
-            adapter=self.info.adapters.get(request.lora, ""),
+            adapter=adapter.key,
         )
         self._next_id += len(requests)
         stream = Stream(
@@ -291,14 +317,17 @@ class Engine(Generic[CoreT]):
             continuation=prepared.continuation,
             reasoning=self._reasoning,
             image_bytes=sum(image.pixels.nbytes for image in images),
+            adapter=adapter,
         )
 
-    async def _queue(self, output: StreamingOutput, continuation: Continuation | None) -> None:
-        """Queue an output's sequences on the core. Raises its refusal or Overloaded, leaving nothing behind."""
+    def _register(self, output: StreamingOutput) -> None:
+        """Let an output receive the core's updates, which may come before the core's answer. Raises Overloaded."""
         reader = self.text_processor.image_reader
-        requests = [sequence.request for sequence in output.sequences]
-        # The output is registered first, because the core's updates may come before its answer.
         self._outputs.add(output, None if reader is None else reader.max_memory)
+
+    async def _queue(self, output: StreamingOutput, continuation: Continuation | None) -> None:
+        """Queue a registered output's sequences on the core. Raises its refusal, leaving nothing behind."""
+        requests = [sequence.request for sequence in output.sequences]
         try:
             if continuation is not None:
                 self._outputs.end_former(output, continuation.ends)

@@ -33,12 +33,12 @@ from ...scheduler import (
     whole_chunk,
 )
 from ..common.config import EngineConfig
-from ..common.errors import ContextLengthExceeded, Unavailable
+from ..common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from ..common.job_threads import JobThreads
 from ..model.runner import Capacity, ModelRunner
 from ..model.runner.capacity import EncoderCapacity
 from .build import build_kv_events, build_scheduler, load_models
-from .core import CoreListener, Prefilled
+from .core import CoreListener, LoadedAdapter, Prefilled
 from .core_parts import DecoderPart
 from .embedding.encoder import EncoderPart
 from .facade import EngineStats, HostStatus, StepStats
@@ -77,6 +77,7 @@ class EngineCore:
         )
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
         self._computing = threading.Lock()  # held while a thread uses a model
+        self._stepping = asyncio.Lock()  # held during a step, and while adapters change
         self.grammars = Grammars(decoder.path)
         fingerprint = hashlib.sha256(decoder.bits_id() + encoder.bits_id()).hexdigest()[:16]
         self.info = msgspec.structs.replace(decoder.describe(), encoder=encoder.info, fingerprint=fingerprint)
@@ -160,6 +161,22 @@ class EngineCore:
         """See `Core.drop`."""
         update = self.scheduler.finish(request_id, reason, error)
         return None if update is None else update.counters
+
+    def has_adapter(self, key: str) -> bool:
+        """Return whether a request with this adapter, an empty key for none, can be computed."""
+        return not key or (self.runner.adapters is not None and key in self.runner.adapters)
+
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
+        """See `Core.load_adapter`. Steps run while the files are read."""
+        adapters = self.runner.adapters
+        if adapters is None:
+            raise InvalidRequest("this model was started without adapters; start it with --max-loras")
+        key, packed = await asyncio.to_thread(adapters.pack, name, path)
+        evicted: list[str] = []
+        if packed is not None:
+            async with self._stepping:
+                evicted = adapters.put(key, packed, frozenset(kept), leaving)
+        return LoadedAdapter(key, adapters.nbytes_of(key), tuple(evicted))
 
     def host_statuses(self) -> Sequence[HostStatus] | None:
         return None
@@ -248,7 +265,8 @@ class EngineCore:
         try:
             masks = self.grammars.begin(plan.sequences)
             compute = partial(self._compute, plan, masks)
-            return await self._step_threads.call(compute, None if masks is None else masks.compute_next)
+            async with self._stepping:
+                return await self._step_threads.call(compute, None if masks is None else masks.compute_next)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise

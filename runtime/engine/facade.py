@@ -214,7 +214,9 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
     images: ImageInfo | None = None  # None: the model takes no images
-    adapters: dict[str, str] = {}  # name -> key of each loaded adapter
+    adapters: dict[str, str] = {}  # name -> key of each adapter; an engine's changes while it runs
+    adapter_paths: dict[str, str] = {}  # name -> folder of each adapter that was loaded at the start
+    max_adapters: int = 0  # adapters in memory, if they are loaded and unloaded while the core runs; 0: they are not
 
 
 NO_TEMPLATE = "this model has no chat template; send a prompt instead of messages"
@@ -230,6 +232,14 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     max_images: int = 0  # images of one request; 0: the model takes no images
     has_tool_calls: bool = False  # the model is offered tools, and its calls are read
     has_reasoning: bool = False  # the vocabulary has tokens that begin and end reasoning
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an adapter that requests may name."""
+
+    is_loaded: bool  # False: the next request for it loads it
+    is_pinned: bool
+    num_requests: int  # live requests
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -412,6 +422,15 @@ class EngineFacade(Protocol):
 
     def host_statuses(self) -> Sequence[HostStatus] | None:
         """Return the state of each engine host; None if the engine computes on this machine."""
+
+    def adapter_status(self, name: str) -> AdapterStatus:
+        """Return the state of an adapter that requests may name. Raises InvalidRequest for another name."""
+
+    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, in_place: bool = False) -> None:
+        """Serve the adapter in a folder of the engine's machine under a name. Raises as `AdapterRegistry.load`."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; live requests keep it. Raises InvalidRequest for an unknown name."""
 
     def set_observer(self, observer: EngineObserver) -> None:
         """Replace the observer."""

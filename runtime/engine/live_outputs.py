@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ...scheduler import FinalCounters, RequestUpdate
 from ..common.errors import GenerationFailed, Overloaded, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
+from .adapters import NO_ADAPTER, Adapter
 from .core import Core, CoreListener, Prefilled
 from .embedding.embedder import Embedder
 from .embedding.no_embedder import NoEmbedder
@@ -25,11 +26,13 @@ from .output import SequenceOutput, StreamingOutput
 class LiveOutputs:
     """Passes updates of sequences to their outputs, other updates to the embedder, and ends to the observer."""
 
-    def __init__(self, core: Core, embedder: Embedder | NoEmbedder) -> None:
+    def __init__(self, core: Core, embedder: Embedder | NoEmbedder, release_adapter: Callable[[Adapter], None]) -> None:
+        """`release_adapter` is called once for each request that ends or is discarded."""
         self.observer: EngineObserver = SilentObserver()
         self.image_bytes = 0  # pixels of all live requests
         self._core = core
         self._embedder = embedder
+        self._release_adapter = release_adapter
         self._sequences: dict[int, SequenceOutput] = {}  # request id of the core -> its output, until it ends
 
     @property
@@ -193,7 +196,9 @@ class LiveOutputs:
         self._release(output)
 
     def _release(self, output: StreamingOutput) -> None:
-        """Release a request's images, and its sequences, which refer to the output."""
+        """Release a request's images and adapter, and its sequences, which refer to the output."""
+        self._release_adapter(output.adapter)
+        output.adapter = NO_ADAPTER
         self.image_bytes -= output.image_bytes
         output.image_bytes = 0
         output.sequences.clear()

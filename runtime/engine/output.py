@@ -17,6 +17,7 @@ from ...scheduler import FinalCounters, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from ..model.runner import ReasoningMarkers, find_reasoning
+from .adapters import NO_ADAPTER, Adapter
 from .continuation import Continuation
 from .facade import GenerateRequest
 from .stream import Stream
@@ -99,6 +100,7 @@ class StreamingOutput:
         continuation: Continuation | None = None,
         reasoning: ReasoningMarkers | None = None,
         image_bytes: int = 0,
+        adapter: Adapter = NO_ADAPTER,
     ) -> None:
         self.stream = stream
         self.request = request
@@ -107,6 +109,7 @@ class StreamingOutput:
         self.submitted = submitted
         self.reasoning = reasoning
         self.image_bytes = image_bytes  # pixels of the prompt's images, until the request ends
+        self.adapter = adapter  # adapter that the request uses, until it ends
         # The error to raise if the core ends the request with an error.
         self.error: QuireError | None = None
         self._num_former_tokens = 0  # tokens of outputs that another server has ended

@@ -25,7 +25,7 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ProtocolError
-from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
+from ..engine import CoreInfo, EngineStats, LoadedAdapter, Prefilled, StepStats
 from ..model.runner import SamplingSpec
 
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
@@ -62,6 +62,7 @@ class StartEngine(_Message, tag="START", frozen=True):
     snapshot: str | None  # file that keeps the prefix cache
     name: str  # name in log lines
     log: LogOptions | None  # None: no logging
+    adapters: tuple[tuple[str, str], ...] = ()  # keys and folders of adapters that a former process had loaded
 
 
 class ImagePixels(_Message, tag="PIXELS", frozen=True):
@@ -130,6 +131,16 @@ class DropRequest(_Message, tag="DROP", frozen=True):
     error: str | None
 
 
+class LoadAdapter(_Message, tag="LOAD_ADAPTER", frozen=True):
+    """See `Core.load_adapter`. It is answered by an AdapterAnswer with the same number."""
+
+    number: int
+    name: str
+    path: str
+    kept: tuple[str, ...]
+    leaving: tuple[str, ...]
+
+
 class StopEngine(_Message, tag="STOP", frozen=True):
     """End every request, write the snapshot if there is one, and exit."""
 
@@ -162,6 +173,15 @@ class AddAnswer(_Message, tag="ANSWER", frozen=True):
     estimate: AdmissionEstimate | None
     num_waiting: int
     refusal: str | None = None  # name of the exception's class
+    message: str = ""
+
+
+class AdapterAnswer(_Message, tag="ADAPTER", frozen=True):
+    """The outcome of LoadAdapter: a loaded adapter or an error."""
+
+    number: int
+    loaded: LoadedAdapter | None
+    error: str = ""  # name of a class in common/errors.py
     message: str = ""
 
 
@@ -206,9 +226,12 @@ ToEngine = (
     | ReadmitEncoding
     | CancelRequest
     | DropRequest
+    | LoadAdapter
     | StopEngine
 )
-FromEngine = EngineReady | EngineFailed | SnapshotProgress | AddAnswer | RequestsBegun | StepReport | StatsReport
+FromEngine = (
+    EngineReady | EngineFailed | SnapshotProgress | AddAnswer | AdapterAnswer | RequestsBegun | StepReport | StatsReport
+)
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

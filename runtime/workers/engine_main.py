@@ -26,7 +26,16 @@ from typing import NoReturn, TextIO
 import structlog
 import uvloop
 
-from ...scheduler import AdmissionEstimate, EncodeRequest, Refused, Request, RequestUpdate, SchedulerError, StepPlan
+from ...scheduler import (
+    AdmissionEstimate,
+    EncodeRequest,
+    NotAccepting,
+    Refused,
+    Request,
+    RequestUpdate,
+    SchedulerError,
+    StepPlan,
+)
 from ..common.errors import QuireError, Unavailable
 from ..common.heap import limit_heap
 from ..common.logs import log_to_stderr
@@ -34,6 +43,7 @@ from ..engine import CoreListener, EngineCore, Prefilled, StepStats, prefix_snap
 from .engine_link import (
     STATS_INTERVAL_S,
     TO_ENGINE,
+    AdapterAnswer,
     AddAnswer,
     AddEncoding,
     AddRequests,
@@ -42,6 +52,7 @@ from .engine_link import (
     EngineFailed,
     EngineReady,
     ImagePixels,
+    LoadAdapter,
     PixelReceiver,
     ReadmitEncoding,
     ReadmitRequest,
@@ -59,6 +70,8 @@ from .loading import shown_loading, terminal
 
 HEARTBEAT_INTERVAL_S = 0.25
 PR_SET_PDEATHSIG = 1
+
+_log = structlog.get_logger("quire.engine")
 
 
 def main() -> None:
@@ -122,6 +135,7 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
         with shown_loading(start.config, _terminal(start)) as planned:
             core = await EngineCore.load(start.config, on_planned=planned)
         core.grammars.tables.holding_up = heartbeats.held_up
+        await _restore_adapters(core, start.adapters)
         try:
             async with (
                 nullcontext()
@@ -136,6 +150,18 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
     finally:
         link.close()
         await asyncio.sleep(0)  # lets the link write its last messages
+
+
+async def _restore_adapters(core: EngineCore, adapters: Sequence[tuple[str, str]]) -> None:
+    """Load the adapters of a former process, whose requests continue; log each whose files have changed."""
+    for key, path in adapters:
+        try:
+            loaded = await core.load_adapter(key.rpartition("@")[0], path, [key for key, _ in adapters], ())
+            reason = "" if loaded.key == key else "its files have changed"
+        except QuireError as error:
+            reason = str(error)
+        if reason:
+            _log.error("adapter not loaded again", adapter=key, path=path, reason=reason)
 
 
 def _terminal(start: StartEngine) -> TextIO | None:
@@ -162,6 +188,7 @@ class CoreServer:
         self._begun: set[int] = set()  # ids of live requests that have been computed
         self._updates: list[RequestUpdate] = []  # unsent updates
         self._flush_handle: asyncio.Handle | None = None
+        self._loading: set[asyncio.Task[None]] = set()  # tasks that load adapters
 
     async def run(self) -> None:
         self._core.start(CoreListener(publish=self._publish, observe=self._observe, begin=self._begin))
@@ -184,7 +211,9 @@ class CoreServer:
                     specs = message.specs()
                     images = self._pixels.with_pixels(specs[0].images)
                     requests = message.as_requests([replace(spec, images=images) for spec in specs])
-                    self._add(requests[0].request_id, partial(loop.add, *requests))
+                    self._add(requests[0].request_id, partial(self._add_requests, requests))
+                case ReadmitRequest(spec, generated) if not self._core.has_adapter(spec.adapter):
+                    self._publish([RequestUpdate(spec.request_id, error=_missing(spec.adapter))])
                 case ReadmitRequest(spec, generated):
                     loop.readmit(Request(replace(spec, images=self._pixels.with_pixels(spec.images)), generated))
                 case AddEncoding(encode_spec):
@@ -196,6 +225,10 @@ class CoreServer:
                 case DropRequest(request_id, reason, error):
                     self._core.drop(request_id, reason, error)
                     self._begun.discard(request_id)
+                case LoadAdapter():
+                    loading = asyncio.create_task(self._load_adapter(message))
+                    self._loading.add(loading)
+                    loading.add_done_callback(self._loading.discard)
                 case StopEngine():
                     self._stopping.set()
         except Exception:
@@ -209,6 +242,22 @@ class CoreServer:
         except SchedulerError as refusal:
             estimate = refusal.estimate if isinstance(refusal, Refused) else None
             answer = AddAnswer(request_id, estimate, scheduler.num_waiting, type(refusal).__name__, str(refusal))
+        self._link.send(answer)
+
+    def _add_requests(self, requests: Sequence[Request]) -> AdmissionEstimate:
+        adapter = requests[0].spec.adapter
+        if not self._core.has_adapter(adapter):
+            raise NotAccepting(_missing(adapter))
+        return self._core.engine_loop.add(*requests)
+
+    async def _load_adapter(self, message: LoadAdapter) -> None:
+        try:
+            loaded = await self._core.load_adapter(message.name, message.path, message.kept, message.leaving)
+            answer = AdapterAnswer(message.number, loaded)
+        except QuireError as error:
+            answer = AdapterAnswer(message.number, None, type(error).__name__, str(error))
+        except Exception:
+            _exit()
         self._link.send(answer)
 
     async def _send_stats(self) -> None:
@@ -255,6 +304,10 @@ class CoreServer:
             _exit()
         if self._updates:
             self._observe(None, ())
+
+
+def _missing(key: str) -> str:
+    return f"the adapter {key} could not be loaded again after the engine was restarted; load it again"
 
 
 def _exit() -> NoReturn:

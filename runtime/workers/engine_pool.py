@@ -23,7 +23,7 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError, SnapshotNotSaved, Unavailable
 from ..common.settings import Settings
-from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus, sum_stats
+from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus, LoadedAdapter, sum_stats
 from ..model.runner import pick_cpus
 from ..net.address import MAX_PORT
 from .engine_link import LogOptions
@@ -154,6 +154,16 @@ class EnginePool:
         if problem is not None and not ready:
             raise problem
         return sum_stats(ready, counters)
+
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
+        """See `Core.load_adapter`. All members load it; an adapter that leaves one of them has left."""
+        loading = [member.load_adapter(name, path, kept, leaving) for member in self.members]
+        outcomes = await asyncio.gather(*loading, return_exceptions=True)
+        for error in outcomes:
+            if isinstance(error, BaseException):
+                raise error
+        loaded = [each for each in outcomes if isinstance(each, LoadedAdapter)]
+        return loaded[0]._replace(evicted=tuple(dict.fromkeys(key for each in loaded for key in each.evicted)))
 
     def host_statuses(self) -> Sequence[HostStatus] | None:
         return None

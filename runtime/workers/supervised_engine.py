@@ -28,9 +28,11 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import DeadlineExceeded, Quarantined, Unavailable
-from ..engine import CoreInfo, CoreListener, EngineStats
+from ..engine import CoreInfo, CoreListener, EngineStats, LoadedAdapter
+from .adapter_loads import AdapterLoads
 from .engine_counters import EngineCounters
 from .engine_link import (
+    AdapterAnswer,
     AddAnswer,
     AddEncoding,
     AddRequests,
@@ -81,6 +83,7 @@ class SupervisedEngine:
         self._listener = CoreListener()
         self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
+        self._adapters = AdapterLoads(source.adapters)
         self._num_waiting = 0  # last reported by the process
         self._predicted_wait_s = 0.0  # last reported by the process
         self._counters = EngineCounters()
@@ -193,6 +196,12 @@ class SupervisedEngine:
         """See `Core.add_encoding`."""
         return await self.add((request,))
 
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
+        """See `Core.load_adapter`."""
+        if self._supervisor.process is None:
+            raise Unavailable(self._down or "the engine is being restarted")
+        return await self._adapters.load(self._send, name, path, kept, leaving)
+
     def give_up(self) -> list[LoggedRequest]:
         """Remove and return the requests that wait for the next process, except suspects, for another engine."""
         given_up = self._tokens.give_up_unsent()
@@ -281,6 +290,8 @@ class SupervisedEngine:
                 self._listener.begun(requests)
             case AddAnswer():
                 self._on_answer(message)
+            case AdapterAnswer():
+                self._adapters.answered(message)
 
     def on_process_ready(self) -> None:
         self._down = None
@@ -291,6 +302,7 @@ class SupervisedEngine:
 
     def on_process_exit(self, from_outside: bool, reason: str) -> None:
         self._forget_stats()
+        self._adapters.fail_all("the engine was lost while it loaded the adapter; try again")
         self._num_quarantined += self._pending_adds.on_process_exit(from_outside)
         self._end(self._tokens.on_process_exit(from_outside), f"{QUARANTINE_REASON}; the engine process: {reason}")
         self._listener.interrupted(self._tokens.unsent_ids)
@@ -383,6 +395,7 @@ class SupervisedEngine:
         for closed in self._tokens.forget_all():
             self._listener.fail(closed.request_id, Unavailable(reason), closed.counters)
         self._pending_adds.refuse_all(NotAccepting(reason))
+        self._adapters.fail_all(reason)
         self._note_idle()
 
     def _note_left(self) -> None:

@@ -60,6 +60,7 @@ class EngineSource(Protocol):
     what: str  # object that it opens, for log lines
     name: str
     snapshot: str | None  # file that a stopped engine writes
+    adapters: dict[str, str]  # key -> folder of each adapter that the next engine must have
 
     def ending(self, status: int) -> str:
         """Return the reason why the last engine closed its link. `status` is the result of its `kill`."""
@@ -80,10 +81,12 @@ class ProcessSource:
         self.start = start
         self.name = start.name
         self.snapshot = start.snapshot
+        self.adapters: dict[str, str] = {}
 
     async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
         """See `EngineSource.open`."""
-        return await EngineProcess.spawn(self.start, receive, on_heartbeat)
+        start = msgspec.structs.replace(self.start, adapters=tuple(self.adapters.items()))
+        return await EngineProcess.spawn(start, receive, on_heartbeat)
 
     def ending(self, status: int) -> str:
         """See `EngineSource.ending`."""
@@ -91,8 +94,12 @@ class ProcessSource:
 
     def note_ready(self, ready: EngineReady) -> None:
         """Keep the values that the process derived from the machine's state for the next processes."""
+        if lora := self.start.config.lora:
+            self.adapters.update({ready.info.adapters[name]: path for name, path in lora.items()})
         config = msgspec.structs.replace(
             self.start.config,
+            lora={},
+            max_loras=self.start.config.max_loras or len(lora) or None,
             kv_cache_memory=ready.kv_bytes or None,  # an encoder has none
             max_model_len=ready.info.max_model_len,
             threads=ready.info.threads,

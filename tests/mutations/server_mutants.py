@@ -1117,8 +1117,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/models/catalog.py",
-        "return hashlib.sha256(repr(fingerprints).encode()).hexdigest()",
-        "return fingerprints[0][1]",
+        "return hashlib.sha256(repr(found).encode()).hexdigest()",
+        "return found[0][1]",
         "a stream of a second model continues at a server with another one",
         "tests/system/test_models.py",
     ),

@@ -23,6 +23,7 @@ from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.engine.facade import (
+    AdapterStatus,
     EngineInfo,
     EngineObserver,
     EngineStats,
@@ -196,6 +197,15 @@ class FakeEngine:
 
     def host_statuses(self) -> None:
         return None
+
+    def adapter_status(self, name: str) -> AdapterStatus:
+        return AdapterStatus(is_loaded=True, is_pinned=False, num_requests=0)
+
+    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, in_place: bool = False) -> None:
+        self.adapters[name] = f"{name}@{path}"
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(STATS, step=self.steps, running=len(self.live), waiting=0)

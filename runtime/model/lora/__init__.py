@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA): which linear layers they may change, their files, and their matrices for the kernels."""
 
-from .adapter import AdapterFiles, adapter_key, open_adapter
+from .adapter import adapter_key, open_adapter
 from .layout import LoraLayout, plan_lora
+from .matrices import AdapterFiles
 from .packing import PackedAdapter, pack_adapter
 
 __all__ = [

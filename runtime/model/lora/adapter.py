@@ -1,4 +1,5 @@
-"""The files of an adapter: a folder as PEFT writes it, with `adapter_config.json` and `adapter_model.safetensors`.
+"""The files of an adapter: a folder as PEFT writes it, with `adapter_config.json` and `adapter_model.safetensors`, or a
+GGUF file.
 
 An adapter that is more than low-rank matrices of linear layers is refused, with the key that says so.
 """
@@ -20,10 +21,11 @@ import numpy.typing as npt
 from ...common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel, WrongTensor
 from ..weights import READABLE, as_f32
 from ..weights.safetensors import SafetensorsCheckpoint, text_name
+from .gguf_adapter import SUFFIX, read_gguf_adapter
+from .matrices import MAX_RANK, AdapterFiles, LowRank, check_finite
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
-MAX_RANK = 256
 MAX_CONFIG_BYTES = 1 << 20
 
 # Keys of adapter_config.json that an adapter may have only with these values.
@@ -47,35 +49,11 @@ _PATTERN = re.compile(r"\^?[\w.]+")
 _MODULE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.(?P<kind>lora_[AB])(?:\.[^.]+)?\.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """The matrices of one linear layer: its weight changes by scale * b @ a."""
-
-    a: npt.NDArray[np.float32]  # [rank, in_features]
-    b: npt.NDArray[np.float32]  # [out_features, rank]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return len(self.a)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """An adapter: its matrices by the name of the tensor that they change, and a digest of its files."""
-
-    path: Path
-    matrices: Mapping[str, LowRank]
-    digest: bytes  # sha256
-
-    @property
-    def max_rank(self) -> int:
-        return max(each.rank for each in self.matrices.values())
-
-
 def open_adapter(path: str | Path) -> AdapterFiles:
     """Read an adapter. Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint or WrongTensor with the key."""
     folder = Path(path)
+    if folder.suffix == SUFFIX:
+        return read_gguf_adapter(folder)
     config = _read_config(folder)
     if not (folder / ADAPTER_TENSORS).is_file():
         raise ModelNotFound(f"{folder} has no {ADAPTER_TENSORS}; other formats of adapters, such as .bin, are not read")
@@ -121,10 +99,7 @@ def _matrix(stored: SafetensorsCheckpoint, name: str) -> npt.NDArray[np.float32]
             f"tensor {name} in {stored.path} is {stored.dtype(name)} {list(stored.shape(name))}; it must be a matrix "
             f"of {', '.join(READABLE)}"
         )
-    values = as_f32(stored.tensor(name))
-    if not np.isfinite(values).all():
-        raise WrongTensor(f"tensor {name} in {stored.path} has numbers that are not finite")
-    return values
+    return check_finite(as_f32(stored.tensor(name)), name, stored.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from ...common.errors import UnsupportedModel, WrongTensor
 from ..weights.packing import MatrixPlan, Vector, columns_of
 from ..weights.paired_rows import Pairs
-from .adapter import AdapterFiles, LowRank
 from .layout import LoraLayout, padded_rank, tensors_of
+from .matrices import AdapterFiles, LowRank
 
 if TYPE_CHECKING:
     from ....kernels.lora import LoraPairs, LoraPanels

@@ -9,7 +9,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -72,7 +72,8 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     images = _tower_memory(config, cpus.threads)
     other_bytes = 0 if encoder is None else encoder.memory.total_bytes
     other_bytes += 0 if images is None else images.total_bytes
-    lora = plan_lora(spec, config.weights, config.max_lora_rank, len(config.lora)) if config.lora else None
+    slots = _num_adapters(config)
+    lora = plan_lora(spec, config.weights, config.max_lora_rank, slots) if slots else None
     lora_bytes = 0 if lora is None else config.lora_memory or lora.slots * lora.adapter_nbytes()
     other_bytes += lora_bytes
     states = lay_out_states(spec, config.num_speculative_tokens, config.state_dtype)
@@ -196,7 +197,19 @@ def _sequence_bytes(layout: KVLayout, num_tokens: int) -> int:
 def draft_config(config: EngineConfig) -> EngineConfig:
     """Return the configuration of the draft model, as if it were served alone."""
     alone = {"embedding_model": None, "draft_model": None, "max_model_len": None, "state_cache_memory": None}
-    return msgspec.structs.replace(config, model=config.draft_model, lora={}, lora_memory=None, **alone)
+    without_adapters: dict[str, Any] = {"lora": {}, "max_loras": None, "lora_memory": None}
+    return msgspec.structs.replace(config, model=config.draft_model, **without_adapters, **alone)
+
+
+def _num_adapters(config: EngineConfig) -> int:
+    """Return the adapters that are in memory at the same time. Raises ConfigError."""
+    slots = len(config.lora) if config.max_loras is None else config.max_loras
+    if slots < len(config.lora):
+        raise ConfigError(
+            f"max_loras is {slots}, and lora names {len(config.lora)} adapters; raise max_loras, or load the others "
+            "while the server runs"
+        )
+    return slots
 
 
 def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:

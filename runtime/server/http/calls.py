@@ -73,7 +73,11 @@ def for_model(call: Call, model: ModelName) -> Call:
     if not key and not lora:
         return replace(call, model=model.name)
     requests = tuple(msgspec.structs.replace(request, model=key, lora=lora) for request in call.requests)
-    return replace(call, requests=requests, model=model.name)
+    fingerprint = call.fingerprint
+    if lora:
+        adapter = model.info.adapters.get(lora, "")  # empty: unloaded meanwhile, and the engine refuses the request
+        fingerprint = hashlib.sha256(f"{fingerprint} {adapter}".encode()).hexdigest()[:16]
+    return replace(call, requests=requests, model=model.name, fingerprint=fingerprint)
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:

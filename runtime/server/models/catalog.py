@@ -49,15 +49,11 @@ class ModelName(NamedTuple):
     name: str
     target: str  # name of the model, the adapter or the encoder that `name` stands for
     model: CatalogModel
+    lora: str = ""  # name of the adapter; empty without one
 
     @property
     def info(self) -> EngineInfo:
         return self.model.info
-
-    @property
-    def lora(self) -> str:
-        """The name of the adapter; empty without one."""
-        return self.target if self.target in self.model.info.adapters else ""
 
     @property
     def is_encoder(self) -> bool:
@@ -85,11 +81,12 @@ class ModelCatalog:
 
     @property
     def fingerprint(self) -> str:
-        """The identity of all models and the build, which decide bits."""
-        fingerprints = [(model.name, model.info.fingerprint) for model in self.models]
-        if len(fingerprints) == 1:
-            return fingerprints[0][1]
-        return hashlib.sha256(repr(fingerprints).encode()).hexdigest()
+        """The identity of all models, adapters and the build, which decide bits."""
+        infos = [model.info for model in self.models]
+        if len(infos) == 1 and not infos[0].adapters:
+            return infos[0].fingerprint
+        found = [(model.name, model.info.fingerprint, sorted(model.info.adapters.values())) for model in self.models]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,7 +98,7 @@ class ModelCatalog:
         target = self.aliases.get(name, name)
         for model in self.models:
             if target == model.name or target in model.names:
-                return ModelName(name, target, model)
+                return ModelName(name, target, model, target if target in model.info.adapters else "")
         return None
 
     def unknown(self, name: str) -> str:

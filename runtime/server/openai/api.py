@@ -32,6 +32,7 @@ from ..models.catalog import ModelName
 from ..monitoring import OperatorServer, Readiness
 from ..monitoring.pages import PAGE_HEADERS, PageFile, read_page
 from ..requests.indexes import ToStore
+from .adapters import AdapterAnswers
 from .calls import chat_call, completion_call
 from .embeddings import (
     CLASSIFY_FIELDS,
@@ -46,7 +47,7 @@ from .embeddings import (
 from .errors import error_answer, error_event
 from .fields import KNOWN
 from .formats import ChatFormat, CompletionFormat
-from .model_cards import model_card
+from .model_cards import adapter_card, model_card
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .stored import Endpoint, KeptRequests, idempotency_key
 from .structure import structure_field
@@ -101,6 +102,7 @@ class OpenAIDoor:
         self._vocabularies = vocabularies(context.models)
         self._kept = KeptRequests(context, bodies, self._vocabularies)
         tokens = TokenAnswers(context, self._reader, self._kept)
+        adapters = AdapterAnswers(context, self._reader)
         self.paths: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
@@ -111,6 +113,8 @@ class OpenAIDoor:
             INPUT_TOKENS: {"POST": Route(partial(tokens.count_input, RESPONSE_ENDPOINT), takes_body=True)},
             "/tokenize": {"POST": Route(tokens.tokenize, takes_body=True)},
             "/detokenize": {"POST": Route(tokens.detokenize, takes_body=True)},
+            "/v1/load_lora_adapter": {"POST": Route(adapters.load, takes_body=True)},
+            "/v1/unload_lora_adapter": {"POST": Route(adapters.unload, takes_body=True)},
         }
         for path, (read_call, known) in EMBEDDING_CALLS.items():
             self.paths[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
@@ -238,9 +242,10 @@ class OpenAIDoor:
         found = self._models.find(name)
         assert found is not None, "a name of this server"
         card = model_card(found.target, found.info, self._started, is_main=not found.is_encoder)
-        parent = {"parent": found.model.name} if found.lora and found.lora != found.model.name else {}
+        if found.lora and found.lora != found.model.name:
+            card = adapter_card(card, found.model.name, found.model.engine.adapter_status(found.lora))
         root = {"root": found.target} if name != found.target else {}
-        return {**card, "id": name, **parent, **root}
+        return {**card, "id": name, **root}
 
     async def _page_settings(self, cycle: RequestCycle) -> None:
         """Answer with the sampling parameters that the page sends unless its user sets others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...common.default_sampling import http_sampling
-from ...engine.facade import EncoderInfo, EngineInfo
+from ...engine.facade import AdapterStatus, EncoderInfo, EngineInfo
 
 
 def model_card(name: str, info: EngineInfo, created: int, *, is_main: bool) -> dict[str, object]:
@@ -26,6 +26,12 @@ def model_card(name: str, info: EngineInfo, created: int, *, is_main: bool) -> d
         if encoder.prompts:
             card["prompt_names"] = list(encoder.prompts)
     return {**card, "capabilities": capabilities}
+
+
+def adapter_card(card: dict[str, object], parent: str, status: AdapterStatus) -> dict[str, object]:
+    """Return the card of an adapter; `card` has the limits of the model `parent` that it changes."""
+    adapter = {"loaded": status.is_loaded, "pinned": status.is_pinned, "requests": status.num_requests}
+    return {**card, "parent": parent, "adapter": adapter}
 
 
 def _capabilities(encoder: EncoderInfo) -> list[str]:

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import QuireError
-from quire.runtime.engine import CoreInfo, CoreListener, Engine, EngineStats, RequestStats, StepStats, TextProcessor
+from quire.runtime.engine import (
+    CoreInfo,
+    CoreListener,
+    Engine,
+    EngineStats,
+    LoadedAdapter,
+    RequestStats,
+    StepStats,
+    TextProcessor,
+)
 from quire.runtime.engine.text import ChatTemplate, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import AdmissionEstimate, FinishReason, NotAccepting, QueueFull, Request
@@ -71,6 +80,9 @@ class FakeCore:
         self.requests = [request for request in self.requests if request.request_id != request_id]
 
     def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
         raise NotImplementedError
 
     def host_statuses(self) -> None:

@@ -23,7 +23,7 @@ def id_of(isa: str = "scalar", model: bytes = b"model", spec: DecoderSpec = SPEC
     config = EngineConfig(**{"weights": "q8", "kv_cache_dtype": "int8", **settings})
     layout = replace(LAYOUT, dtype=config.kv_cache_dtype, page_size=config.page_size)
     capacity = SimpleNamespace(isa=isa, layout=layout, max_model_len=config.max_model_len or 2048)
-    return bits_id(SimpleNamespace(spec=spec, capacity=capacity, adapter_keys={}), config, model)  # type: ignore[arg-type]
+    return bits_id(SimpleNamespace(spec=spec, capacity=capacity), config, model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

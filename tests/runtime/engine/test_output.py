@@ -304,7 +304,7 @@ def test_latencies_are_those_of_the_first_token_and_of_the_slowest_sequence() ->
 
 
 def test_images_are_accepted_until_their_memory_is_full() -> None:
-    outputs = LiveOutputs(Mock(drop=lambda *_: None), NoEmbedder())
+    outputs = LiveOutputs(Mock(drop=lambda *_: None), NoEmbedder(), lambda adapter: None)
     first, second, third = (output_with() for _ in range(3))
     for output in (first, second, third):
         output.image_bytes = 40
@@ -317,7 +317,7 @@ def test_images_are_accepted_until_their_memory_is_full() -> None:
 
 
 def test_a_request_that_the_engine_stops_ends_in_that_error_and_not_in_its_cores() -> None:
-    outputs = LiveOutputs(Mock(drop=lambda *_: None), NoEmbedder())
+    outputs = LiveOutputs(Mock(drop=lambda *_: None), NoEmbedder(), lambda adapter: None)
     output = output_with()
     outputs.add(output, None)
     outputs.stop()

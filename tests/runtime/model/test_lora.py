@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ import pytest
 from quire import LLM, ConfigError, InvalidRequest, ModelError, SamplingParams
 from quire.kernels import supported_levels
 from quire.runtime.common.config import EngineConfig
+from quire.runtime.model import read_spec
+from quire.runtime.model.lora import open_adapter
 from quire.runtime.model.runner import ModelRunner, load_model
 from safetensors.numpy import load_file, save_file
+
+from tests.support.gguf_files import PERMUTED, convert, encode, stored_name, write
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 LORA = GOLDENS / "lora"
@@ -34,7 +38,7 @@ def load() -> Iterator[Load]:
             "max_num_batched_tokens": 64, "threads": 2,
             "tune": "off", "lora": {"a": str(LORA / family)}, **options,
         }  # fmt: skip
-        config = EngineConfig(model=str(GOLDENS / family), kv_cache_memory=4 << 20, **options)
+        config = EngineConfig(**{"model": str(GOLDENS / family), "kv_cache_memory": 4 << 20, **options})
         runners.append(load_model(config))
         return runners[-1]
 
@@ -135,6 +139,91 @@ def scaled(source: Path, target: Path, factor: float) -> Path:
         target / "adapter_model.safetensors",
     )
     return target
+
+
+# GGUF files
+
+
+def as_gguf(family: str, path: Path, metadata: Mapping[str, Any] = {}) -> str:
+    """Write a golden adapter as llama.cpp's converter does; `metadata` changes keys, None removes one."""
+    spec = read_spec(GOLDENS / family)
+    config = json.loads((LORA / family / "adapter_config.json").read_text())
+    tensors = {}
+    for name, values in load_file(LORA / family / "adapter_model.safetensors").items():
+        module, _, matrix = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        if family in PERMUTED and matrix == "lora_B" and module.endswith(("q_proj", "k_proj")):
+            halves = values.reshape(-1, 2, spec.head_dim // 2, values.shape[1])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        tensors[f"{stored_name(f'{module}.weight', spec)}.{matrix.lower()}"] = encode(values, "F32")
+    alpha = config["lora_alpha"] * (config["r"] ** 0.5 if config["use_rslora"] else 1)  # GGUF has no such scales
+    keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(alpha), **metadata}
+    return str(write(path, {key: value for key, value in keys.items() if value is not None}, tensors))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_logits_of_adapters_and_models_in_gguf_files_are_those_of_peft(load, tmp_path, family):
+    model = convert(GOLDENS / family, tmp_path / "model.gguf")
+    runner = load(family, model=str(model), lora={"a": as_gguf(family, tmp_path / "adapter.gguf")})
+    assert np.abs(logits(runner, family) - golden(family)["merged"]).max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.type": "model"}, "general.type is 'model'; it must be 'adapter'"),
+        ({"adapter.type": None}, "adapter.type is missing"),
+        ({"adapter.lora.alpha": -1.0}, r"adapter.lora.alpha is -1.0; it must be a number of at least 0"),
+        ({"adapter.alora.invocation_tokens": [1, 2]}, "it must be absent: activated adapters are not read"),
+    ],
+)
+def test_a_gguf_file_that_is_another_kind_of_adapter_is_refused_by_its_key(tmp_path, metadata, message):
+    path = as_gguf("llama", tmp_path / "adapter.gguf", metadata)
+    with pytest.raises(ModelError, match=message):
+        open_adapter(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("blk.0.attn_q.weight.lora_a", np.ones((4, 64)), "tensor blk.0.attn_q.weight.lora_b is not in"),
+        ("blk.0.attn_norm.weight", np.ones(64), "blk.0.attn_norm.weight is neither lora_a nor lora_b"),
+        ("blk.0.attn_q.weight.lora_a", np.ones((4, 64, 2)), r"is F32 \[4, 64, 2\]; it must be a matrix of"),
+        ("blk.0.attn_q.weight.lora_a", np.full((4, 64), np.nan), "has numbers that are not finite"),
+    ],
+)
+def test_tensors_of_a_gguf_file_that_are_no_pair_are_refused_by_name(tmp_path, name, values, message):
+    metadata = {"general.type": "adapter", "adapter.type": "lora"}
+    path = write(tmp_path / "a.gguf", metadata, {name: encode(values.astype(np.float32), "F32")})
+    with pytest.raises(ModelError, match=message):
+        open_adapter(path)
+
+
+# While steps run
+
+
+def test_an_adapter_takes_the_place_of_another_and_returns_with_the_same_bits(load, tmp_path):
+    other = str(scaled(LORA / "qwen3", tmp_path / "other", -1))
+    runner = load("qwen3", lora={"a": str(LORA / "qwen3")}, max_loras=1)
+    adapters = runner.adapters
+    assert adapters is not None
+    nbytes = adapters.nbytes
+    before = logits(runner, "qwen3").tobytes()
+    key, packed = adapters.pack("b", other)
+    assert packed is not None
+    with pytest.raises(ConfigError, match="b is one adapter more than the 1 that were planned"):
+        adapters.put(key, packed, [runner.adapter_keys["a"]])
+    assert logits(runner, "qwen3").tobytes() == before
+    assert adapters.put(key, packed, [], [runner.adapter_keys["a"]]) == [runner.adapter_keys["a"]]
+    assert (runner.adapter_keys["a"] in adapters, key in adapters) == (False, True)
+    adapters.remove(key)
+    assert (adapters.nbytes, adapters.load("a", str(LORA / "qwen3"))) == (0, runner.adapter_keys["a"])
+    assert (adapters.nbytes, logits(runner, "qwen3").tobytes()) == (nbytes, before)
+    assert adapters.pack("a", str(LORA / "qwen3")) == (runner.adapter_keys["a"], None)
+
+
+def test_more_adapters_at_the_start_than_places_are_refused(load):
+    with pytest.raises(ConfigError, match="max_loras is 1, and lora names 2 adapters; raise max_loras"):
+        load("qwen3", lora={"a": str(LORA / "qwen3"), "b": str(LORA / "qwen3")}, max_loras=1)
 
 
 # Files

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import pytest
-from quire.runtime.common.errors import Unavailable
-from quire.runtime.engine import CoreInfo, CoreListener, EngineCore, EngineStats, Prefilled
+from quire.runtime.common.errors import ConfigError, Unavailable
+from quire.runtime.engine import CoreInfo, CoreListener, EngineCore, EngineStats, LoadedAdapter, Prefilled
 from quire.runtime.workers import engine_main
 from quire.runtime.workers.engine_link import (
     STATS_INTERVAL_S,
+    AdapterAnswer,
     AddAnswer,
     AddEncoding,
     AddRequests,
@@ -21,6 +22,7 @@ from quire.runtime.workers.engine_link import (
     DropRequest,
     EngineReady,
     FromEngine,
+    LoadAdapter,
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
@@ -76,6 +78,15 @@ class FakeCore:
 
     def start(self, listener: CoreListener) -> None:
         self.listener = listener
+
+    def has_adapter(self, key: str) -> bool:
+        return key in ("", "a@1")
+
+    async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
+        self.calls.append(("load", name, path, kept, leaving))
+        if self.refusal is not None:
+            raise self.refusal
+        return LoadedAdapter("b@2", 10, ("a@1",))
 
     def add(self, *requests: Request) -> AdmissionEstimate:
         if self.refusal is not None:
@@ -189,6 +200,29 @@ async def test_a_refusal_is_answered(scene: Scene, refusal: Exception, estimate:
     scene.core.refusal = refusal
     scene.link.receive(AddRequests((as_read(new_requests(4)[0].spec),)))
     assert scene.link.take(AddAnswer) == [AddAnswer(4, estimate, 3, type(refusal).__name__, "no")]
+
+
+async def test_requests_of_an_adapter_that_is_not_loaded_are_refused_or_end(scene: Scene) -> None:
+    for adapter in ("a@1", "b@2"):
+        scene.link.receive(AddRequests((as_read(new_requests(4, adapter=adapter)[0].spec),)))
+        scene.link.receive(ReadmitRequest(as_read(new_requests(5, adapter=adapter)[0].spec), (8, 9)))
+    assert [request.request_id for request in scene.core.added] == [4, 5]
+    await asyncio.sleep(0.01)
+    *answers, report = scene.link.take(AddAnswer, StepReport)
+    reason = "the adapter b@2 could not be loaded again after the engine was restarted; load it again"
+    assert answers == [AddAnswer(4, ESTIMATE, 3), AddAnswer(4, None, 3, "NotAccepting", reason)]
+    assert report == StepReport((RequestUpdate(5, error=reason),), 3, 7)
+
+
+async def test_an_adapter_is_loaded_or_refused_under_its_number(scene: Scene) -> None:
+    scene.link.receive(LoadAdapter(7, "b", "path", ("c@3",), ("a@1",)))
+    await asyncio.sleep(0.01)
+    assert scene.core.calls == [("load", "b", "path", ("c@3",), ("a@1",))]
+    assert scene.link.take(AdapterAnswer) == [AdapterAnswer(7, LoadedAdapter("b@2", 10, ("a@1",)))]
+    scene.core.refusal = ConfigError("no room")
+    scene.link.receive(LoadAdapter(8, "b", "path", (), ()))
+    await asyncio.sleep(0.01)
+    assert scene.link.take(AdapterAnswer) == [AdapterAnswer(8, None, "ConfigError", "no room")]
 
 
 async def test_a_readmitted_request_has_its_tokens_and_no_answer(scene: Scene) -> None:

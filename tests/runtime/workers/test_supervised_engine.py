@@ -16,11 +16,18 @@ from typing import Any
 import msgspec
 import pytest
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import DeadlineExceeded, ModelError, Quarantined, Unavailable
-from quire.runtime.engine import Prefilled
+from quire.runtime.common.errors import DeadlineExceeded, ModelError, ModelNotFound, Quarantined, Unavailable
+from quire.runtime.engine import LoadedAdapter, Prefilled
 from quire.runtime.workers import HealthTimeouts, supervisor
 from quire.runtime.workers.engine_counters import COUNTERS
-from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitEncoding, ReadmitRequest
+from quire.runtime.workers.engine_link import (
+    AdapterAnswer,
+    CancelRequest,
+    DropRequest,
+    LoadAdapter,
+    ReadmitEncoding,
+    ReadmitRequest,
+)
 from quire.runtime.workers.supervised_engine import SupervisedEngine
 from quire.scheduler import (
     DEADLINE_PASSED,
@@ -909,3 +916,31 @@ async def test_stop_is_idempotent(engine: SupervisedEngine, listener: FakeListen
     await engine.stop()
     await engine.close()
     assert listener.num_ended == 1
+
+
+# Adapters
+
+
+async def test_the_next_process_has_the_adapters_that_are_loaded_and_a_load_in_progress_fails(
+    processes: FakeSpawner, listener: FakeListener
+) -> None:
+    processes.info = core_info(adapters={"a": "a@1", "b": "b@2"})
+    async with launched(listener, lora={"a": "A", "b": "B"}, max_loras=2) as engine:
+        loading = asyncio.create_task(engine.load_adapter("c", "C", ["b@2"], ["a@1"]))
+        await asyncio.sleep(0.01)
+        assert processes.last.sent == [LoadAdapter(0, "c", "C", ("b@2",), ("a@1",))]
+        processes.last.reply(AdapterAnswer(0, LoadedAdapter("c@3", 10, ("a@1",))))
+        assert await loading == LoadedAdapter("c@3", 10, ("a@1",))
+        refused = asyncio.create_task(engine.load_adapter("d", "D", [], []))
+        await asyncio.sleep(0.01)
+        processes.last.reply(AdapterAnswer(1, None, "ModelNotFound", "no folder D"))
+        with pytest.raises(ModelNotFound, match="no folder D"):
+            await refused
+        lost = asyncio.create_task(engine.load_adapter("d", "D", [], []))
+        await asyncio.sleep(0.01)
+        processes.last.exit(1)
+        with pytest.raises(Unavailable, match="the engine was lost while it loaded the adapter; try again"):
+            await lost
+        process = await processes.next()
+        assert process.start.adapters == (("b@2", "B"), ("c@3", "C"))
+        assert (process.start.config.lora, process.start.config.max_loras) == ({}, 2)
