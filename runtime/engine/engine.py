@@ -259,7 +259,9 @@ class Engine(Generic[CoreT]):
             adapter = await self._adapters.acquire(request.lora)
             try:
                 output = self._output_of(request, prepared, submitted, adapter)
-                self._register(output)
+                reader = self.text_processor.image_reader
+                # The output is registered first, because the core's updates may come before its answer.
+                self._outputs.add(output, None if reader is None else reader.max_memory)
             except BaseException:
                 self._adapters.release(adapter)
                 raise
@@ -319,11 +321,6 @@ class Engine(Generic[CoreT]):
             image_bytes=sum(image.pixels.nbytes for image in images),
             adapter=adapter,
         )
-
-    def _register(self, output: StreamingOutput) -> None:
-        """Let an output receive the core's updates, which may come before the core's answer. Raises Overloaded."""
-        reader = self.text_processor.image_reader
-        self._outputs.add(output, None if reader is None else reader.max_memory)
 
     async def _queue(self, output: StreamingOutput, continuation: Continuation | None) -> None:
         """Queue a registered output's sequences on the core. Raises its refusal, leaving nothing behind."""

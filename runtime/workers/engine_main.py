@@ -211,7 +211,9 @@ class CoreServer:
                     specs = message.specs()
                     images = self._pixels.with_pixels(specs[0].images)
                     requests = message.as_requests([replace(spec, images=images) for spec in specs])
-                    self._add(requests[0].request_id, partial(self._add_requests, requests))
+                    is_known = self._core.has_adapter(specs[0].adapter)
+                    add = partial(loop.add, *requests) if is_known else partial(_refuse, specs[0].adapter)
+                    self._add(requests[0].request_id, add)
                 case ReadmitRequest(spec, generated) if not self._core.has_adapter(spec.adapter):
                     self._publish([RequestUpdate(spec.request_id, error=_missing(spec.adapter))])
                 case ReadmitRequest(spec, generated):
@@ -243,12 +245,6 @@ class CoreServer:
             estimate = refusal.estimate if isinstance(refusal, Refused) else None
             answer = AddAnswer(request_id, estimate, scheduler.num_waiting, type(refusal).__name__, str(refusal))
         self._link.send(answer)
-
-    def _add_requests(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        adapter = requests[0].spec.adapter
-        if not self._core.has_adapter(adapter):
-            raise NotAccepting(_missing(adapter))
-        return self._core.engine_loop.add(*requests)
 
     async def _load_adapter(self, message: LoadAdapter) -> None:
         try:
@@ -304,6 +300,10 @@ class CoreServer:
             _exit()
         if self._updates:
             self._observe(None, ())
+
+
+def _refuse(adapter: str) -> NoReturn:
+    raise NotAccepting(_missing(adapter))
 
 
 def _missing(key: str) -> str:

@@ -88,7 +88,8 @@ class Campaign:
                 text = answer["choices"][0]["text"]
                 assert self._texts.setdefault(number, text) == text, f"adapter {number} has changed its answer"
             else:
-                assert reply.status in (404, 429), answer  # unloaded meanwhile; no place
+                # 404 or "no loaded adapter": unloaded meanwhile; 429: no place
+                assert reply.status in (404, 429) or "is no loaded adapter" in answer["error"]["message"], answer
                 await asyncio.sleep(0.1)
 
     async def _measure(self) -> None:
