@@ -61,6 +61,9 @@ kill-servers: compiled
 kill-batches: compiled
 	$(BIN)/python tests/fuzz/kill_batches.py $(KILL)
 
+switch-models: compiled
+	$(BIN)/python tests/fuzz/switch_models.py $(SWITCH)
+
 kill-at-shutdown: compiled
 	$(BIN)/python tests/fuzz/kill_at_shutdown.py $(KILL)
 
@@ -172,4 +175,4 @@ define install
   || { tail -n 40 .venv/install.log; exit 1; }
 endef
 
-.PHONY: demo loadtest dashboard compiled test grids test-ray docs attack attack-http kill-servers kill-batches kill-at-shutdown swap-adapters fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image
+.PHONY: demo loadtest dashboard compiled test grids test-ray docs attack attack-http kill-servers kill-batches switch-models kill-at-shutdown swap-adapters fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-drafts check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients sdist wheels check-wheels try-wheels checksums image push-image

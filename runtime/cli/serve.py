@@ -24,7 +24,6 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..common.heap import limit_heap
 from ..common.logs import log_to_stderr
-from ..common.model_tables import ModelEntry
 from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import favor_event_loop, tune_collector
@@ -38,13 +37,13 @@ from ..engine import (
     prefix_snapshot,
 )
 from ..model import model_name, model_path, projectors
-from ..model.encoder import is_encoder
-from ..server import CatalogModel, ModelCatalog, Server, check_config, check_ports
+from ..server import ModelCatalog, Server, check_config, check_ports
 from ..server.monitoring import PrometheusObserver
 from ..workers import engine_processes
 from ..workers.loading import shown_loading, terminal
 from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 from .ready_line import ready_json, ready_line
+from .serve_models import open_models
 from .stop_signal import StopSignal, run_until_signal
 
 # Engine options that an API server also uses.
@@ -96,34 +95,19 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     await check_ports(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    async with open_models(settings) as models:
+    async with _open_catalog(settings) as models:
         await _serve_until(stop, models, settings)
 
 
 @asynccontextmanager
-async def open_models(settings: Settings) -> AsyncIterator[ModelCatalog]:
-    """Run the engine of each model. Raises ModelError or ConfigError."""
-    if not settings.models:
+async def _open_catalog(settings: Settings) -> AsyncIterator[ModelCatalog]:
+    """Run the engine of the model, or of each model. Raises ModelError or ConfigError."""
+    if settings.models:
+        async with open_models(settings, open_engine) as catalog:
+            yield catalog
+    else:
         async with open_engine(settings) as engine:
             yield ModelCatalog.of_one(str(settings.server.served_model_name), engine)
-        return
-    served: list[CatalogModel] = []
-    async with AsyncExitStack() as stack:
-        for entry in settings.models:
-            engine = await stack.enter_async_context(open_engine(settings_of(entry, settings), f"{entry.name}-engine"))
-            served.append(CatalogModel(entry.name, engine, entry.name if served else ""))
-        yield ModelCatalog(served, settings.aliases)
-
-
-def settings_of(entry: ModelEntry, settings: Settings) -> Settings:
-    """Return the settings of one model's engine. An encoder gets no size of a KV cache from the other models."""
-    engine = entry.engine
-    if is_encoder(model_path(engine.model)):
-        for name in ("kv_cache_memory", "max_model_len"):
-            if getattr(engine, name) == getattr(settings.engine, name):
-                engine = msgspec.structs.replace(engine, **{name: None})
-    server = msgspec.structs.replace(settings.server, served_model_name=entry.name)
-    return Settings(engine=engine, server=server)
 
 
 @asynccontextmanager

@@ -8,15 +8,16 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from .config import EngineConfig
 from .errors import ConfigError
-from .options import options_of, suggestion
+from .options import option, options_of, suggestion
 from .prompts import shown
-from .server_config import ServerConfig
+from .server_config import Seconds, ServerConfig
 
 MODEL_TABLES, ALIAS_TABLE = "models", "aliases"
 MAX_NAME = 200  # characters of the name of a model or an alias
@@ -29,11 +30,28 @@ OWN_OPTIONS = (
 ONE_MODEL_OPTIONS = ("served_model_name", "prefix_snapshot", "in_process", "engine_hosts")
 
 
+_option = partial(option, "Model of a table")
+
+
+class ResidencyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of a model's table that are no options of its engine."""
+
+    load: Annotated[
+        Literal["start", "first-use", "operator"] | None,
+        _option("When the model is loaded.", default="first-use with models_memory, else start"),
+    ] = None
+    idle_timeout: Annotated[
+        Seconds | None, _option("Time without requests after which the model is unloaded.", unit="seconds")
+    ] = None
+    pinned: Annotated[bool, _option("Keep the model loaded.")] = False
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model of a server."""
 
     name: str
     engine: EngineConfig
+    residency: ResidencyOptions = ResidencyOptions()
 
 
 class ModelsFile:
@@ -57,14 +75,26 @@ class ModelsFile:
         """Yield the name, the value and the place of each option of a model. Raises ConfigError for another key."""
         known = options_of(EngineConfig)
         names = {each for option in known.values() for each in (option.name, option.alias) if each}
+        names |= options_of(ResidencyOptions).keys()
         for key, value in self.tables[name].items():
             where = self.where(MODEL_TABLES, name, key)
+            if key in options_of(ResidencyOptions):
+                continue
             if key in options_of(ServerConfig):
                 raise ConfigError(f"{where} is an option of the server: write it above the first table")
             if key not in names:
-                allowed = suggestion(key, names) or f"; the options are {', '.join(sorted(known))}"
+                allowed = suggestion(key, names) or f"; the options are {', '.join(sorted(names))}"
                 raise ConfigError(f"{where} is not an option of a model{allowed}")
             yield key, value, where
+
+    def residency(self, name: str) -> ResidencyOptions:
+        """Return the keys of a model's table about its loading. Raises ConfigError."""
+        options = options_of(ResidencyOptions)
+        given = {key: value for key, value in self.tables[name].items() if key in options}
+        values: dict[str, Any] = {
+            key: options[key].convert(value, self.where(MODEL_TABLES, name, key)) for key, value in given.items()
+        }
+        return ResidencyOptions(**values)
 
     def _tables(self, content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         tables = content.get(MODEL_TABLES, {})

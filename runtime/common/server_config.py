@@ -91,6 +91,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         _server("Folder that keeps the files and batches of the HTTP API.", unit="folder", default="no batches"),
     ] = None
+    models_memory: Annotated[
+        Count | None,
+        _server(
+            "Memory of the engine processes of all models in tables of the options file. Models that do not fit are "
+            "loaded when a request needs them, and the one that was used longest ago is unloaded.",
+            unit="bytes",
+            default="what all models take; all are loaded at start",
+        ),
+    ] = None
+    model_wait_ms: Annotated[
+        Count,
+        _server(
+            "Time that a request waits for a model to be loaded; one that would wait longer is refused.", unit="ms"
+        ),
+    ] = 60_000
     shutdown_timeout: Annotated[
         Seconds, _server("Time that running requests have to finish after SIGTERM.", unit="seconds")
     ] = 30.0

@@ -66,7 +66,7 @@ def resolve_settings(
     entries = []
     for name in tables.tables:
         of_model = _resolve(options, flags, environ, shared, tables.options(name))
-        entries.append(ModelEntry(name=name, engine=_build(EngineConfig, of_model)))
+        entries.append(ModelEntry(name=name, engine=_build(EngineConfig, of_model), residency=tables.residency(name)))
     return Settings(engine=engine, server=server, models=tuple(entries), aliases=tables.aliases)
 
 

@@ -1,4 +1,4 @@
-"""Sums of the statistics of several engines."""
+"""The statistics that are counters, and sums over several engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .facade import EngineStats
+
+COUNTERS = (  # fields of EngineStats that a new process counts from 0
+    "step",
+    "prefix_queries_tokens",
+    "prefix_hits_tokens",
+    "preemptions",
+    "preemptions_spilled",
+    "recomputed_tokens",
+    "draft_tokens",
+    "accepted_draft_tokens",
+    "steps_over_itl_target",
+    "states_kept",
+    "state_hits",
+    "state_copies",
+    "stateless_tokens",
+    "encoded_texts",
+    "encoded_tokens",
+    "encoded_images",
+    "image_cache_hits",
+)
+COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # a host also counts its own processes
+
+
+def counters_of(stats: EngineStats) -> dict[str, int]:
+    """Return the counters among an engine's statistics."""
+    return {name: getattr(stats, name) for name in COUNTERS + COUNTED_HERE}
 
 
 def sum_stats(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]] = ()) -> EngineStats:

@@ -29,6 +29,7 @@ from .memory_limits import MemoryLimits
 from .models.catalog import ModelCatalog
 from .monitoring import (
     ClientLoad,
+    ModelOperations,
     OperatorServer,
     PrometheusObserver,
     Readiness,
@@ -207,6 +208,7 @@ class Server:
             lambda: ClientLoad(self.num_connections, context.held_bytes()),
             mirror,
             models.host_statuses,
+            models.residency,
         )
         status = StatusCollector(
             models,
@@ -216,7 +218,9 @@ class Server:
             live_requests=self.live_requests,
         )
         opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
-        operators = OperatorServer(self.observer.registry, readiness, status.collect, listening.socket)
+        operators = OperatorServer(
+            self.observer.registry, readiness, status.collect, listening.socket, ModelOperations(models.residency)
+        )
         opening.push_async_callback(operators.close)
         return operators
 

@@ -2,5 +2,6 @@
 
 from .engine_pool import EnginePool, engine_processes
 from .health import HealthTimeouts
+from .placement import place
 
-__all__ = ["EnginePool", "HealthTimeouts", "engine_processes"]
+__all__ = ["EnginePool", "HealthTimeouts", "engine_processes", "place"]

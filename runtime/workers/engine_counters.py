@@ -3,27 +3,7 @@
 from __future__ import annotations
 
 from ..engine import EngineStats
-
-COUNTERS = (  # fields of EngineStats that a new process counts from 0
-    "step",
-    "prefix_queries_tokens",
-    "prefix_hits_tokens",
-    "preemptions",
-    "preemptions_spilled",
-    "recomputed_tokens",
-    "draft_tokens",
-    "accepted_draft_tokens",
-    "steps_over_itl_target",
-    "states_kept",
-    "state_hits",
-    "state_copies",
-    "stateless_tokens",
-    "encoded_texts",
-    "encoded_tokens",
-    "encoded_images",
-    "image_cache_hits",
-)
-COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # a host also counts its own processes
+from ..engine.stats import COUNTED_HERE, COUNTERS
 
 
 class EngineCounters:

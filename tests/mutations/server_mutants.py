@@ -33,6 +33,7 @@ HTTP_API = "tests/system/test_http_api.py"
 OPERATORS = "tests/runtime/net/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("tools", "response_items"))
 CHOICES = "tests/runtime/server/openai/test_choices.py"
+RESIDENCY = "tests/runtime/server/models/test_residency.py"
 EMBEDDINGS = "tests/system/test_embeddings.py"
 PUBLISHED = "tests/system/test_published_fields.py"
 AGENTS = "tests/system/test_agent_bodies.py"
@@ -1114,6 +1115,41 @@ MUTANTS = [
         "msgspec.structs.replace(request, lora=lora)",
         "a request for another model is answered by the first one",
         "tests/system/test_models.py",
+    ),
+    Mutant(
+        "runtime/server/models/residency.py",
+        "self.used_bytes + resident.num_bytes <= self.memory_bytes",
+        "resident.num_bytes <= self.memory_bytes",
+        "loaded models take more memory than the server was given",
+        RESIDENCY,
+    ),
+    Mutant(
+        "runtime/server/models/residency.py",
+        "        await resident.engine.drain()\n",
+        "",
+        "a model is unloaded beneath its streams",
+        RESIDENCY,
+    ),
+    Mutant(
+        "runtime/server/models/residency.py",
+        "return min(candidates, key=lambda each: each.last_used, default=None)",
+        "return max(candidates, key=lambda each: each.last_used, default=None)",
+        "the model that is used most makes room for others",
+        RESIDENCY,
+    ),
+    Mutant(
+        "runtime/server/models/managed_engine.py",
+        "            if self._engine is engine:\n                raise",
+        "            raise",
+        "a request is refused because its model begins to drain while its prompt is tokenized",
+        RESIDENCY,
+    ),
+    Mutant(
+        "runtime/server/models/managed_engine.py",
+        "self._former_stats = sum_stats([NO_STATS], [counters_of(stats)])",
+        "self._former_stats = NO_STATS",
+        "counters of metrics fall when a model is unloaded",
+        RESIDENCY,
     ),
     Mutant(
         "runtime/server/models/catalog.py",

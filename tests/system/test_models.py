@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 from quire.runtime.client import AsyncClient
-from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.errors import InvalidRequest, Overloaded
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, TextProcessor
-from quire.runtime.server import CatalogModel, ModelCatalog, Server
+from quire.runtime.server import CatalogModel, ManagedEngine, ModelCatalog, Residency, Resident, Server
 
 from tests.support.fake_encoder import ENCODER_INFO, FakeEncoder, FakeTexts, fake_encoder_core
 from tests.support.http_client import HTTPClient, Reply
@@ -187,3 +190,123 @@ async def test_the_fingerprint_stands_for_all_models() -> None:
 
     assert fingerprint("a") == "a"
     assert len({fingerprint("a", "b"), fingerprint("a", "c"), fingerprint("b", "a"), fingerprint("a", "a")}) == 4
+
+
+# Models that are loaded when a request needs them
+
+
+class Loaded:
+    """A server with two models, of which one fits, on fake engines whose loads a test may hold."""
+
+    def __init__(self) -> None:
+        self.server = Server()
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.engines: dict[str, FakeEngine] = {}
+
+    @asynccontextmanager
+    async def open(self, name: str) -> AsyncIterator[Any]:
+        await self.may_load.wait()
+        engine = self.engines[name] = FakeEngine()
+        yield engine
+        assert not engine.live, "a stream was cut"
+
+    async def start(self, **options: Any) -> None:
+        residents = [Resident(name, 3, partial(self.open, name), **options) for name in ("a", "b")]
+        residency = Residency(residents, 5)
+        models = []
+        for resident in residents:
+            facade = resident.facade = ManagedEngine(FakeEngine().info, partial(residency.using, resident))
+            models.append(CatalogModel(resident.name, facade, resident.name if models else ""))
+        await residency.start()
+        self.residency = residency
+        config = ServerConfig(ollama_port=0, **FREE_PORTS)
+        await self.server.start_models(ModelCatalog(models, {}, residency), config)
+
+    async def ask(self, method: str, address: str, path: str, body: object = None) -> Reply:
+        client = await HTTPClient.open(address)
+        try:
+            return await client.ask(method, path, body)
+        finally:
+            client.writer.transport.abort()
+
+    async def chat(self, model: str) -> Reply:
+        return await self.ask("POST", self.server.openai_address, "/v1/chat/completions", {**CHAT, "model": model})
+
+
+@asynccontextmanager
+async def loaded(**options: Any) -> AsyncIterator[Loaded]:
+    system = Loaded()
+    await system.start(**options)
+    try:
+        yield system
+        await until(lambda: len(system.server._context.requests) == 0)  # type: ignore[union-attr]
+        assert system.server._context.requests.texts.num_bytes == 0  # type: ignore[union-attr]
+    finally:
+        await system.server.close()
+        await system.residency.close()
+
+
+async def test_requests_of_all_apis_wait_for_their_model() -> None:
+    async with loaded() as system, AsyncClient(system.server.address) as client:
+        system.may_load.clear()
+        bodies = {"/v1/chat/completions": CHAT, "/v1/messages": CHAT, "/api/chat": {**CHAT, "stream": False}}
+        port = system.server.ollama_address
+        waiting: list[Any] = [system.ask("POST", port, path, {**body, "model": "b"}) for path, body in bodies.items()]
+        waiting.append(client.complete("hi", SamplingParams(max_tokens=1), model="b"))
+        tasks = [asyncio.create_task(each) for each in waiting]
+        await until(lambda: system.residency.statuses()[1].waits == 4)
+        cards = (await system.ask("GET", port, "/v1/models")).json["data"]
+        assert [(card["id"], card["state"]) for card in cards] == [("a", "unloaded"), ("b", "loading")]
+        assert 0 < cards[1]["ready_in_s"] <= 2.01
+        assert [card["name"] for card in (await system.ask("GET", port, "/api/ps")).json["models"]] == []
+        system.may_load.set()
+        *replies, output = await asyncio.gather(*tasks)
+        assert [reply.status for reply in replies] == [200] * 3
+        assert output.outputs[0].token_ids == (0,)
+        assert len(system.engines["b"].requests) == 4
+        assert [card["name"] for card in (await system.ask("GET", port, "/api/ps")).json["models"]] == ["b:latest"]
+
+
+async def test_models_take_turns_in_one_memory_and_metrics_count() -> None:
+    async with loaded() as system:
+        for model in ("a", "b", "b", "a"):
+            assert (await system.chat(model)).status == 200
+        metrics = generate_latest(system.server.observer.registry).decode()
+        for sample in (
+            'quire_model_loads_total{model="a"} 2.0',
+            'quire_model_evictions_total{model="b"} 1.0',
+            'quire_model_waits_total{model="a"} 2.0',
+            'quire_model_loaded{model="b"} 0.0',
+            "quire_models_memory_limit_bytes 5.0",
+            "quire_models_memory_used_bytes 3.0",
+        ):
+            assert sample in metrics
+
+
+async def test_a_model_of_an_operator_is_refused_until_it_is_loaded() -> None:
+    async with loaded(policy="operator") as system:
+        refused = await system.chat("a")
+        assert (refused.status, refused.headers["x-should-retry"]) == (503, "true")
+        assert "an operator of this server loads it" in refused.error["message"]
+        operators = system.server.operator_address
+        assert (await system.ask("POST", operators, "/models/a/load")).status == 202
+        await until(lambda: system.residency.statuses()[0].state == "ready")
+        assert (await system.chat("a")).status == 200
+        assert [model["state"] for model in (await system.ask("GET", operators, "/models")).json["models"]] == [
+            "ready",
+            "unloaded",
+        ]
+        assert (await system.ask("POST", operators, "/metrics")).status == 405
+
+
+async def test_a_refusal_says_after_which_time_the_model_is_expected() -> None:
+    async with loaded() as system:
+        system.residency.residents["b"].load_s = 100.0
+        reply = await system.chat("b")
+        assert (reply.status, reply.headers["retry-after"], reply.headers["x-should-retry"]) == (429, "100", "true")
+        assert reply.error["code"] == "rate_limit_exceeded"
+        async with AsyncClient(system.server.address) as client:
+            with pytest.raises(Overloaded) as caught:
+                await client.complete("hi", model="b")
+        assert caught.value.retry_after_ms == 100_000

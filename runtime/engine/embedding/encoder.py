@@ -17,6 +17,7 @@ import structlog
 from ....kernels import CpuBudget
 from ....scheduler import NO_ENCODER, EncodedText, EncoderLimits, EncoderResult, EncoderStep
 from ...common.config import WeightDtype
+from ...model.encoder import EncoderSpec
 from ...model.files import model_name, sampled_fingerprint
 from ...model.runner.encoder_runner import EncoderRunner
 from ..bits import encoder_bits_id
@@ -106,11 +107,15 @@ class NoEncoder:
 
 
 def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
+    """Return the description of a loaded encoder."""
+    return encoder_info(encoder.spec, encoder.capacity.max_model_len, encoder.path)
+
+
+def encoder_info(spec: EncoderSpec, max_model_len: int, path: Path) -> EncoderInfo:
     """Return the facts that requests and their answers depend on."""
-    spec = encoder.spec
     return EncoderInfo(
         vocab_size=spec.body.vocab_size,
-        max_model_len=encoder.capacity.max_model_len,
+        max_model_len=max_model_len,
         dimensions=spec.dimensions,
         num_labels=spec.num_labels,
         score_activation=spec.score_activation,
@@ -118,7 +123,7 @@ def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
         matryoshka=spec.matryoshka,
         prompts=dict(spec.prompts),
         default_prompt=spec.default_prompt,
-        name=model_name(encoder.path),
+        name=model_name(path),
         labels=spec.labels,
         is_multi_label=spec.is_multi_label,
     )

@@ -37,8 +37,13 @@ class RequestReader:
         if self._context.leaves_at is not None:
             raise Unavailable("the server is shutting down; send this request elsewhere")
 
-    async def fields(self, cycle: RequestCycle, known: Set[str], task: Task = "text") -> tuple[Fields, ModelName]:
-        """Return the body's fields, and its model. Raises BadRequest, or the refusal of a long body."""
+    async def fields(
+        self, cycle: RequestCycle, known: Set[str], task: Task = "text", *, loads: bool = True
+    ) -> tuple[Fields, ModelName]:
+        """Return the body's fields, and its model, once the model is loaded if the request `loads` it.
+
+        Raises BadRequest, the refusal of a long body, or of a model that is not loaded in time.
+        """
         tenant = cycle.tenant
         body = cycle.body
         assert tenant is not None, "authenticated"
@@ -50,7 +55,22 @@ class RequestReader:
         finally:
             release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
-        return fields, self._check_model(fields, task)
+        model = self._check_model(fields, task)
+        if loads:
+            await self.load(model, tenant.name, len(body))
+        return fields, model
+
+    async def load(self, model: ModelName, tenant: str, num_bytes: int) -> None:
+        """Wait until a model is loaded; the tenant holds `num_bytes` of a body meanwhile. Raises a refusal."""
+        models = self._context.models
+        if models.state(model.model) == "ready":
+            await models.ready(model.model)
+            return
+        release = self._context.requests.texts.of(tenant).reserve(num_bytes)
+        try:
+            await models.ready(model.model)
+        finally:
+            release()
 
     async def fetch_images(self, fields: Fields, info: EngineInfo, tenant: str) -> int:
         """Replace the URLs of images at listed hosts by data URLs; return their bytes. Raises a refusal."""

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from ...common.errors import QuireError
 from ...engine.facade import EngineFacade, EngineInfo, EngineObserver, EngineStats, HostStatus
 from ...engine.stats import sum_stats
+from .residency import ModelState, Residency
 
 Task = Literal["text", "vectors", "any"]  # work that a request needs; scores count as vectors
 MAX_NAMES_SHOWN = 20  # names in the refusal of an unknown one
@@ -64,7 +65,14 @@ class ModelName(NamedTuple):
 class ModelCatalog:
     """The models of one server, the first of which answers requests without a name."""
 
-    def __init__(self, models: Sequence[CatalogModel], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        models: Sequence[CatalogModel],
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        residency: Residency | None = None,
+    ) -> None:
+        """`residency` loads and unloads models; a model that it does not have is always loaded."""
+        self.residency = residency or Residency([])
         self.models = tuple(models)
         self.aliases = dict(aliases)
         self._by_key = {model.key: model for model in models}
@@ -122,6 +130,16 @@ class ModelCatalog:
     def engine(self, key: str) -> EngineFacade:
         """Return the engine of the requests whose `model` is `key`."""
         return self._by_key[key].engine
+
+    async def ready(self, model: CatalogModel) -> None:
+        """Wait until a model is loaded. Raises Overloaded or Unavailable, with a time."""
+        if (resident := self.residency.residents.get(model.name)) is not None:
+            await self.residency.ready(resident)
+
+    def state(self, model: CatalogModel) -> ModelState:
+        """Return whether a model is loaded."""
+        resident = self.residency.residents.get(model.name)
+        return "ready" if resident is None else resident.state
 
     def stats(self) -> EngineStats:
         """Return the sums over all engines. Raises Unavailable if none answers."""

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from ...common.errors import QuireError
 from ...engine.facade import EngineStats, HostStatus
+from ..models.residency import Residency
 from .history import kv_cache_usage
 from .instruments import OTHER, Counter, Histogram, LabeledCounter, TenantCounter
 
@@ -41,6 +42,7 @@ class MetricsCollector(Collector):
         self._clients: Callable[[], ClientLoad] | None = None
         self._mirror: Mirror | None = None
         self._hosts: HostStatuses | None = None
+        self._residency: Residency | None = None
 
     def watch(
         self,
@@ -48,12 +50,14 @@ class MetricsCollector(Collector):
         clients: Callable[[], ClientLoad] | None,
         mirror: Mirror | None,
         hosts: HostStatuses | None,
+        residency: Residency | None = None,
     ) -> None:
-        """Read `stats`, `clients` and `hosts` at each scrape too; `mirror` returns more families from all others."""
+        """Read `stats`, `clients`, `hosts` and `residency` at each scrape; `mirror` returns more families from all."""
         self._stats = stats
         self._clients = clients
         self._mirror = mirror
         self._hosts = hosts
+        self._residency = residency
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not read an engine that is still starting
@@ -68,6 +72,8 @@ class MetricsCollector(Collector):
             )
         if self._hosts is not None and (hosts := self._hosts()) is not None:
             families += _host_families(hosts)
+        if self._residency is not None and self._residency.residents:
+            families += _model_families(self._residency)
         yield from families
         if self._mirror is not None:
             yield from self._mirror(families)
@@ -219,6 +225,39 @@ def _families_of_hosts(engines: Mapping[str, EngineStats]) -> list[Metric]:
             restarts,
         ),
     ]
+
+
+def _model_families(residency: Residency) -> list[Metric]:
+    models = residency.statuses()
+    counts = {
+        "model_loads": ("Times that a model was loaded.", {each.name: each.loads for each in models}),
+        "model_evictions": (
+            "Times that a model was unloaded to make room for another one.",
+            {each.name: each.evictions for each in models},
+        ),
+        "model_idle_unloads": (
+            "Times that a model was unloaded because it was idle.",
+            {each.name: each.idle_unloads for each in models},
+        ),
+        "model_waits": ("Requests that waited for a model to be loaded.", {each.name: each.waits for each in models}),
+        "model_refusals": (
+            "Requests that were refused because their model was not loaded in time.",
+            {each.name: each.refusals for each in models},
+        ),
+    }
+    families = [_counters(name, text, "model", values) for name, (text, values) in counts.items()]
+    loaded = {each.name: int(each.state in ("ready", "draining")) for each in models}
+    load_s = {each.name: each.load_s for each in models if each.load_s is not None}
+    families += [
+        _gauges("model_loaded", "Whether a model is loaded: 1 or 0.", "model", loaded),
+        _gauges("model_load_seconds", "Duration of the last load of a model.", "model", load_s),
+        _gauge("models_memory_used_bytes", "Memory that loaded models take, as planned.", residency.used_bytes),
+    ]
+    if residency.memory_bytes is not None:
+        families.append(
+            _gauge("models_memory_limit_bytes", "Memory for all loaded models together.", residency.memory_bytes)
+        )
+    return families
 
 
 def _waiting(stats: EngineStats) -> dict[str, int]:

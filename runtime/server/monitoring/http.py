@@ -1,6 +1,7 @@
-"""The operator's HTTP port: `/metrics`, `/healthz`, `/readyz` and a status page at `/`, in the server's own event loop.
+"""The operator's HTTP port: `/metrics`, `/healthz`, `/readyz`, `/models` and a status page at `/`, in the event loop.
 
-Answers change nothing in the server. Clients can neither stall the event loop nor close the port:
+Only POST requests below `/models` change something: they load, unload and pin models. Clients can neither stall the
+event loop nor close the port:
 * Metrics and status are made at most once per `max_age_s` and shared.
 * One connection is read and answered per turn of the event loop, new connections first.
 * A connection has one request at a time, with time limits for the request and for reading the answer.
@@ -32,6 +33,7 @@ from ...common.logs import BoundedLog
 from ...net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from ...net.http_input import check_head, check_request
 from ..tenancy.tenants import Turns
+from .model_operations import OPERATOR_MODELS, ModelOperations
 from .pages import PAGE_HEADERS, read_page
 from .readiness import Readiness
 from .status import Status
@@ -68,8 +70,14 @@ class OperatorServer:
     """A server on a listening socket, until `close`."""
 
     def __init__(
-        self, registry: CollectorRegistry, readiness: Readiness, status: Callable[[], Status], listening: socket.socket
+        self,
+        registry: CollectorRegistry,
+        readiness: Readiness,
+        status: Callable[[], Status],
+        listening: socket.socket,
+        models: ModelOperations,
     ) -> None:
+        self._models = models
         self._readiness = readiness
         self._status = status
         self._metrics_cache = SharedResult(lambda: render_metrics(registry), METRICS_MAX_AGE_S)
@@ -79,6 +87,7 @@ class OperatorServer:
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/status.json": self._status_json,
+            OPERATOR_MODELS: self._models_json,
         }
         page = read_page(files(__package__), *STATUS_PAGE)
         self._page = {path: Answer(*entry, headers=NOT_CACHED) for path, entry in page.items()}
@@ -112,10 +121,22 @@ class OperatorServer:
     async def _status_json(self) -> Answer:
         return Answer(await self._status_cache.get(), "application/json", headers=NOT_CACHED)
 
+    async def _models_json(self) -> Answer:
+        return Answer(msgspec.json.encode(self._models.status()), "application/json", headers=NOT_CACHED)
+
+    def _act(self, request: h11.Request) -> Answer:
+        """Change a model as an operator's POST says."""
+        path = request.target.partition(b"?")[0].decode("ascii")
+        outcome = self._models.act(path, dict(request.headers).get(b"origin"))
+        media_type = "application/json" if outcome.is_json else TEXT
+        return Answer(outcome.content, media_type, outcome.status_code, NOT_CACHED)
+
     async def _render_status(self) -> bytes:
         return msgspec.json.encode(self._status())
 
     async def _answer(self, request: h11.Request) -> Answer:
+        if request.method == b"POST" and request.target.startswith(f"{OPERATOR_MODELS}/".encode()):
+            return self._act(request)
         if request.method not in (b"GET", b"HEAD"):
             return Answer(b"allowed: GET and HEAD\n", status_code=405, headers={"allow": "GET, HEAD"})
         path = request.target.partition(b"?")[0].decode("ascii")

@@ -18,6 +18,7 @@ from ...common.errors import QuireError
 from ...common.types import FinishReason, Usage
 from ...engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
 from ...net.acceptor import RefusalCause
+from ..models.residency import Residency
 from .collector import ClientLoad, HostStatuses, MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
 from .instruments import Counter, Histogram, LabeledCounter, TenantCounter
@@ -81,9 +82,13 @@ class PrometheusObserver:
         clients: Callable[[], ClientLoad] | None = None,
         mirror: Mirror | None = None,
         hosts: HostStatuses | None = None,
+        residency: Residency | None = None,
     ) -> None:
-        """Read gauges from `stats`, `clients` and `hosts` at each scrape; `mirror` renames all metrics once more."""
-        self._collector.watch(stats, clients, mirror, hosts)
+        """Read gauges from `stats`, `clients`, `hosts` and `residency` at each scrape.
+
+        `mirror` renames all metrics once more.
+        """
+        self._collector.watch(stats, clients, mirror, hosts, residency)
 
     # EngineObserver
 

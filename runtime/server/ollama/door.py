@@ -40,6 +40,7 @@ from .errors import error_answer, error_line
 from .formats import LineFormat, VectorsForm, time_text
 
 API_VERSION = "0.12.6"  # version of Ollama whose API this is; clients compare it
+KEEP_NOT_ALIVE = (0, "0")  # values of keep_alive by which clients unload a model; only operators do
 LATEST = ":latest"  # tag of a model's name, which clients may add
 NEVER = "9999-12-31T23:59:59Z"  # time at which a served model is unloaded
 LINE_HEADERS = (("content-type", "application/x-ndjson"), ("x-accel-buffering", "no"))
@@ -110,9 +111,12 @@ class OllamaDoor:
         with self._reader.reporting(cycle):
             self._reader.check_accepting()
             num_bytes = len(cycle.body)
-            fields, model = await self._reader.fields(cycle, known)
+            fields, model = await self._reader.fields(cycle, known, loads=False)
             given = fields.values["model"]
-            if not fields.values.get(prompt) and not fields.values.get("images"):
+            is_empty = not fields.values.get(prompt) and not fields.values.get("images")
+            if not is_empty or fields.values.get("keep_alive") not in KEEP_NOT_ALIVE:
+                await self._reader.load(model, tenant, num_bytes)
+            if is_empty:
                 cycle.respond(self._loaded(given, fields, is_chat=is_chat))
                 return
             read = partial(read_call, fields, model.info, tenant)
@@ -125,7 +129,7 @@ class OllamaDoor:
     def _loaded(self, model: str, fields: Fields, *, is_chat: bool) -> HTTPAnswer:
         """Return the answer to a request without a prompt, by which clients load and unload a model."""
         check_options(fields)
-        reason = "unload" if fields.values.get("keep_alive") in (0, "0") else "load"
+        reason = "unload" if fields.values.get("keep_alive") in KEEP_NOT_ALIVE else "load"
         body: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
         return _json(
             {"model": model, "created_at": time_text(time.time()), **body, "done": True, "done_reason": reason}
@@ -161,6 +165,8 @@ class OllamaDoor:
         for name in self._models.names:
             found = self._models.find(name)
             assert found is not None, "a name of this server"
+            if is_running and self._models.state(found.model) not in ("ready", "draining"):
+                continue
             tagged = _tagged(name)
             digest = _digest(found.target, found.info)
             card = {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details()}
@@ -174,7 +180,7 @@ class OllamaDoor:
 
     async def _show(self, cycle: RequestCycle) -> None:
         with self._reader.reporting(cycle):
-            _, model = await self._reader.fields(cycle, ALL_FIELDS, "any")
+            _, model = await self._reader.fields(cycle, ALL_FIELDS, "any", loads=False)
         info = model.info
         is_main = not model.is_encoder
         parameters = "\n".join(f"{name} {value:g}" for name, value in info.default_sampling.items())
@@ -199,7 +205,7 @@ class OllamaDoor:
     async def _pull(self, cycle: RequestCycle) -> None:
         """Answer that a served model is there. Other models are not found: this server downloads none."""
         with self._reader.reporting(cycle):
-            fields, _ = await self._reader.fields(cycle, ALL_FIELDS, "any")
+            fields, _ = await self._reader.fields(cycle, ALL_FIELDS, "any", loads=False)
             is_stream = fields.get("stream", bool, True)
         content = msgspec.json.encode({"status": "success"})
         media_type = LINE_HEADERS[0][1] if is_stream else "application/json"

@@ -245,6 +245,9 @@ class OpenAIDoor:
         if found.lora and found.lora != found.model.name:
             card = adapter_card(card, found.model.name, found.model.engine.adapter_status(found.lora))
         root = {"root": found.target} if name != found.target else {}
+        if (resident := self._models.residency.residents.get(found.model.name)) is not None:
+            status = self._models.residency.status(resident)
+            card |= {"state": status.state} | ({} if status.ready_in_s is None else {"ready_in_s": status.ready_in_s})
         return {**card, "id": name, **root}
 
     async def _page_settings(self, cycle: RequestCycle) -> None:

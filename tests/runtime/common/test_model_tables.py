@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.model_tables import ResidencyOptions
 from quire.runtime.common.settings import Settings, resolve_settings
 
 MODELS = """\
@@ -52,6 +53,13 @@ def test_a_table_is_a_model_with_the_options_of_an_engine(tmp_path: Path) -> Non
     assert settings.models[1].engine == EngineConfig(model="/models/embed", threads=1)
 
 
+def test_a_table_says_when_its_model_is_loaded(tmp_path: Path) -> None:
+    text = "[models.a]\nload = 'operator'\nidle_timeout = 60\npinned = true\n[models.b]"
+    first, second = read(tmp_path, text).models
+    assert first.residency == ResidencyOptions(load="operator", idle_timeout=60.0, pinned=True)
+    assert second.residency == ResidencyOptions(load=None, idle_timeout=None, pinned=False)
+
+
 def test_variables_and_flags_are_stronger_than_tables(tmp_path: Path) -> None:
     settings = read(tmp_path, MODELS, {"threads": 4}, QUIRE_THREADS="3", QUIRE_WEIGHTS="q8")
     assert [(model.engine.threads, model.engine.weights) for model in settings.models] == [(4, "q8")] * 2
@@ -78,6 +86,9 @@ def test_other_commands_refuse_tables_of_models(tmp_path: Path) -> None:
         ("[models.a]\nport = 1", r"line 2 is an option of the server: write it above the first table"),
         ("[models.a]\nkv_cache_memory = '1XB'", r"line 2 must be a size in bytes"),
         ("[models.a.default_sampling]\ntemperature = 'hot'", r"must be names with a number each|must be a number"),
+        ("[models.a]\nload = 'later'", r"line 2 must be first-use, operator or start, not 'later'"),
+        ("[models.a]\nidle_timeout = -1", r"line 2 must be a number from 0 to 1000000, not -1"),
+        ("[models.a]\npinned = 'x'", r"line 2 must be true or false, not 'x'"),
         ("models = 1", r"'models' in .*, line 1 must be tables such as \[models.NAME\], not 1"),
         ("[models]", r"has no model; add a table such as \[models.NAME\]"),
         ("[aliases]\na = 'b'", r"has no model; add a table such as \[models.NAME\]"),

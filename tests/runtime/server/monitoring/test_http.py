@@ -13,8 +13,10 @@ import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 from quire.runtime.common.logs import MAX_LINES
 from quire.runtime.net.listen import listen_tcp
+from quire.runtime.server.models.residency import Residency
 from quire.runtime.server.monitoring import PrometheusObserver, http
 from quire.runtime.server.monitoring.http import OPERATOR_LIMITS, OperatorServer, SharedResult, render_metrics
+from quire.runtime.server.monitoring.model_operations import ModelOperations
 from quire.runtime.server.monitoring.readiness import Readiness
 
 from tests.support.server import FakeEngine
@@ -57,7 +59,9 @@ async def open_port() -> AsyncIterator[Port]:
     listening = await listen_tcp("127.0.0.1", 0)
     port.address = listening.socket.getsockname()
     readiness = Readiness(FakeEngine().stats, 1.0)
-    port.server = OperatorServer(port.observer.registry, readiness, lambda: port.status(), listening.socket)
+    port.server = OperatorServer(
+        port.observer.registry, readiness, lambda: port.status(), listening.socket, ModelOperations(Residency([]))
+    )
     yield port
     for writer in port.writers:
         writer.transport.abort()

@@ -20,8 +20,10 @@ from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, HostStatus, RequestStats, StepStats
 from quire.runtime.net.listen import listen_tcp
 from quire.runtime.server.models.catalog import ModelCatalog
+from quire.runtime.server.models.residency import Residency
 from quire.runtime.server.monitoring.http import OperatorServer
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
+from quire.runtime.server.monitoring.model_operations import ModelOperations
 from quire.runtime.server.monitoring.readiness import Readiness
 from quire.runtime.server.monitoring.status import (
     MAX_NAME_CHARACTERS,
@@ -157,7 +159,9 @@ Get = Callable[[str], Awaitable[Answer]]
 async def page() -> AsyncIterator[Page]:
     page = Page()
     listening = await listen_tcp("127.0.0.1", 0)
-    server = OperatorServer(page.observer.registry, page.progress, page.collector.collect, listening.socket)
+    server = OperatorServer(
+        page.observer.registry, page.progress, page.collector.collect, listening.socket, ModelOperations(Residency([]))
+    )
     page.address = str(listening.address)
     try:
         yield page
