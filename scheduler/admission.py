@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+MAY_BE_ZERO = ("num_speculative_tokens", "draft_cost", "draft_reads_steps", "whole_images")  # fields of the config
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -26,6 +28,7 @@ class SchedulerConfig:
     max_num_samples: int | None = None  # rows of a step that sample; None: max_num_seqs
     num_speculative_tokens: int = 0  # draft tokens per sequence and step; 0: none
     draft_cost: float | None = None  # estimated time of a draft model's step over the model's; None: no draft model
+    draft_reads_steps: bool = False  # the draft model is a head of the model, and reads the rows of its steps
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
     max_kv_pages_per_tenant: int | None = None  # longest running requests and pins; None: no limit
@@ -34,7 +37,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             limit = getattr(self, field.name)
-            least = 0 if field.name in ("num_speculative_tokens", "draft_cost", "whole_images") else 1
+            least = 0 if field.name in MAY_BE_ZERO else 1
             if limit is not None and limit < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {limit}")
 

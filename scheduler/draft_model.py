@@ -21,8 +21,12 @@ EXPECTED_OUTPUT = 256  # most further tokens of a request for which the tokens b
 class DraftModel:
     """A `Drafter` whose proposals are computed after the step before the one that verifies them."""
 
-    def __init__(self, cost: CostModel, ratio: float) -> None:
-        """`ratio` is the estimated time of a pass over that of a step."""
+    def __init__(self, cost: CostModel, ratio: float, reads_steps: bool = False) -> None:
+        """`ratio` is the estimated time of a pass over that of a step.
+
+        With `reads_steps` it is a head of the model, which cannot compute missing tokens: it reads each step's rows.
+        """
+        self.reads_steps = reads_steps
         self.spent_s = 0.0  # time of the last proposals
         self._cost = cost
         self._ratio = ratio
@@ -58,7 +62,7 @@ class DraftModel:
     def ask(self, request: Request, length: int, lengths: DraftLengths, acceptance_rate: float) -> bool:
         """Ask for `length` tokens after the step, and return True, unless its text is too long for what it may gain."""
         request_id = request.request_id
-        if request_id not in self._started:
+        if request_id not in self._started and not self.reads_steps:
             further = min(EXPECTED_OUTPUT, request.spec.max_tokens - request.num_output_tokens)
             missing_s = self._ratio * self._cost.predict_prefill(len(request.token_ids))
             if missing_s > further * lengths.saving(acceptance_rate, length):
@@ -66,6 +70,12 @@ class DraftModel:
         self._lengths[request_id] = length
         self._salts[request_id] = request.spec.prefix_salt
         return True
+
+    def read(self, request: Request) -> None:
+        """Let a head read the rows of the step, without a proposal."""
+        if self.reads_steps:
+            self._lengths[request.request_id] = 0
+            self._salts[request.request_id] = request.spec.prefix_salt
 
     def task(self, load: StepLoad, seconds_left: float | None) -> DraftTask | None:
         """Return the task of what was asked for since the last call.
@@ -75,11 +85,13 @@ class DraftModel:
         lengths, self._lengths = self._lengths, {}
         salts, self._salts = self._salts, {}
         max_rows = 1 << 30
-        if seconds_left is not None and lengths:
+        if seconds_left is not None and any(lengths.values()):
             pass_s = self._ratio * self._cost.predict(load)
             per_token_s = pass_s + len(lengths) * self._cost.coefficients.decode_row
             most = int(seconds_left / per_token_s) if per_token_s else max(lengths.values())
-            lengths = {request_id: min(length, most) for request_id, length in lengths.items()} if most else {}
+            lengths = {request_id: min(length, most) for request_id, length in lengths.items()}
+            if not most and not self.reads_steps:
+                lengths = {}
             per_row_s = self._ratio * self._cost.coefficients.prefill_token
             left_s = seconds_left - per_token_s * max(lengths.values(), default=0)
             max_rows = 2 * len(lengths) + int(left_s / per_row_s) if per_row_s else max_rows

@@ -78,7 +78,7 @@ class EncoderStep(NamedTuple):
 class DraftTask:
     """The draft tokens that a draft model should propose after a step, for the next one."""
 
-    lengths: Mapping[int, int]  # request id -> most tokens to propose
+    lengths: Mapping[int, int]  # request id -> most tokens to propose; 0: a head only reads the rows of the step
     salts: Mapping[int, bytes]  # request id -> salt of its cached pages
     max_rows: int  # rows of the first pass, in which missing tokens are computed
     ended: tuple[int, ...]  # ids of requests that have ended since the last task

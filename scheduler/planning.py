@@ -77,6 +77,8 @@ class Planner:
             running = self._batch.requests.values()
             drafts = self._speculator.draft(running, step.load, step.seconds_left)
             drafting = self._speculator.ask(running, step.load, step.seconds_left)
+        else:
+            drafting = self._speculator.read(self._batch.requests.values(), step.load)
         return self._assemble(drafts, step, seconds_left, drafting)
 
     def _plan_texts(self) -> StepPlan | None:

@@ -68,7 +68,12 @@ class Scheduler:
         self._forecast = WaitForecast(self._cost, budget, max_seqs)
         max_samples = min(max_rows, config.max_num_samples or max_seqs)
         self._speculator = Speculator(
-            self._cost, pager.page_size, config.num_speculative_tokens, max_samples, config.draft_cost
+            self._cost,
+            pager.page_size,
+            config.num_speculative_tokens,
+            max_samples,
+            config.draft_cost,
+            draft_reads_steps=config.draft_reads_steps,
         )
         order: Policy[EncodeRequest] = FirstComeFirstServed() if encoder_policy is None else encoder_policy
         self._encoder = EncoderPlanner(encoder, order, self._cost, self._queue.count_encodings)

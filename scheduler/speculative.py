@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from .acceptance import DRAFTER_MEMORY, AcceptanceRate, DraftLengths
+from .acceptance import DRAFTER_MEMORY, INITIAL_ACCEPTANCE, AcceptanceRate, DraftLengths
 from .cost import CostModel, StepLoad
 from .draft_model import DraftModel
 from .drafters import Drafter, PromptLookup, SuffixLookup
@@ -43,9 +43,16 @@ class Speculator:
     """
 
     def __init__(
-        self, cost: CostModel, page_size: int, num_tokens: int, max_rows: int, draft_cost: float | None = None
+        self,
+        cost: CostModel,
+        page_size: int,
+        num_tokens: int,
+        max_rows: int,
+        draft_cost: float | None = None,
+        *,
+        draft_reads_steps: bool = False,
     ) -> None:
-        """`draft_cost` is the estimated time of a draft model's step over the model's; None: no draft model."""
+        """See `SchedulerConfig` for `draft_cost` and `draft_reads_steps`."""
         self.num_draft_tokens = 0  # verified since the start
         self.num_accepted_tokens = 0
         self._cost = cost
@@ -53,7 +60,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
         self._drafters: tuple[Drafter, ...] = (PromptLookup(), SuffixLookup())
-        self._model = None if draft_cost is None else DraftModel(cost, draft_cost)
+        self._model = None if draft_cost is None else DraftModel(cost, draft_cost, draft_reads_steps)
         if self._model is not None:
             self._drafters = (*self._drafters, self._model)
         self._rates = tuple(AcceptanceRate(memory=DRAFTER_MEMORY) for _ in self._drafters)  # averages over all requests
@@ -120,6 +127,7 @@ class Speculator:
             record = self._record(request)
             rate = record.rates[index]
             if record.drafter not in (NO_DRAFTER, index) and record.rates[record.drafter].value >= rate.value:
+                model.read(request)
                 continue
             length = lengths.best(rate.value, limit)
             if not length:
@@ -127,6 +135,20 @@ class Speculator:
             elif model.ask(request, length, lengths, rate.value):
                 rows_left -= length
         return model.task(load, seconds_left)
+
+    def read(self, requests: Collection[Request], load: StepLoad) -> DraftTask | None:
+        """Return the task of a head in a step with prefill: to read the rows of requests that will have drafts."""
+        model = self._model
+        if model is None or not model.reads_steps or not requests:
+            return None
+        decoding = StepLoad(decode_rows=len(requests), kv_tokens=load.kv_tokens)
+        rate = max(INITIAL_ACCEPTANCE, self._rates[-1].value)
+        if not model.lengths(decoding, self._pause_s, MARGIN).best(rate, 1):
+            return None
+        for request in requests:
+            if not request.in_search:
+                model.read(request)
+        return model.task(load, None)
 
     def note_proposals(self, result: DraftResult, requests: Mapping[int, Request]) -> None:
         """Take the proposals of the draft model after a step. `requests` are live, by id."""

@@ -28,6 +28,7 @@ ToolCallParser = Literal[
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
+MTP = "mtp"  # value of draft_model for the model's own head
 DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Adapters = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=1, le=256)]
@@ -298,8 +299,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     draft_model: Annotated[
         str | None,
         _scheduling(
-            "A small model with the same vocabulary, which proposes draft tokens: a folder, or a GGUF file. It takes a "
-            "part of the KV cache.",
+            "A small model with the same vocabulary, which proposes draft tokens: a folder, or a GGUF file; or `mtp`: "
+            "the head of the model that predicts further tokens. It takes a part of the KV cache.",
             unit="path",
             default="no draft model",
         ),

@@ -28,11 +28,11 @@ from ...scheduler import (
     SchedulerConfig,
     TokenBudget,
 )
-from ..common.config import EngineConfig
+from ..common.config import MTP, EngineConfig
 from ..common.errors import ConfigError
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
-from ..model.runner import Capacity, ModelRunner, load_draft, load_model
+from ..model.runner import Capacity, DraftRunner, HeadRunner, ModelRunner, load_draft, load_head, load_model
 from ..model.runner.capacity import EncoderCapacity
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from ..model.vision import read_vision
@@ -76,12 +76,22 @@ def load_models(
         if config.embedding_model is not None:
             encoder = _loaded(load_encoder(config, stop, runner.pool), config)
             undo.callback(encoder.close)
-        draft = None if config.draft_model is None else load_draft(config, runner, stop, populate=populate)
+        draft = _load_draft(config, runner, stop, populate)
         if draft is not None:
             undo.callback(draft.close)
         decoder = LoadedDecoder(runner, config, _open_spill_file(config, runner), draft)
         undo.pop_all()
         return decoder, encoder
+
+
+def _load_draft(
+    config: EngineConfig, runner: ModelRunner, stop: threading.Event, populate: bool
+) -> DraftRunner | HeadRunner | None:
+    """Load the draft model or the model's own head, if `config` has one."""
+    if config.draft_model is None:
+        return None
+    load = load_head if config.draft_model == MTP else load_draft
+    return load(config, runner, stop, populate=populate)
 
 
 def _loaded(encoder: EncoderRunner, config: EngineConfig) -> LoadedEncoder:
@@ -106,7 +116,7 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
         system_prompt=config.system_prompt,
         default_sampling=config.default_sampling,
     )
-    if config.draft_model is not None:
+    if config.draft_model not in (None, MTP):
         _check_vocabulary(text_processor.tokenizer, model_path(config.draft_model))
     if text_processor.chat_template is None and text_processor.chat_problem != NO_TEMPLATE:
         _log.warning("chats are refused", reason=text_processor.chat_problem)
@@ -185,10 +195,12 @@ def build_scheduler(
     *,
     whole_images: bool = False,
     draft_cost: float | None = None,
+    draft_reads_steps: bool = False,
 ) -> Scheduler:
     """Return the scheduler that the configuration describes, for a model that may need `whole_images`.
 
-    `draft_cost` is the estimated time of a draft model's step over the model's; None: there is no draft model.
+    `draft_cost` is the estimated time of a draft model's step over the model's; None: there is no draft model. See
+    `SchedulerConfig` for `draft_reads_steps`.
     """
     cost = CostModel()
     share = config.max_kv_share_per_tenant
@@ -197,6 +209,7 @@ def build_scheduler(
         max_num_samples=max_num_samples,
         num_speculative_tokens=config.num_speculative_tokens,
         draft_cost=draft_cost,
+        draft_reads_steps=draft_reads_steps,
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
         max_kv_pages_per_tenant=None if share is None else max(1, int(share * pager.pool.num_pages)),

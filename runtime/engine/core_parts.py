@@ -14,7 +14,7 @@ from ..common.config import EngineConfig
 from ..common.errors import UnsupportedModel
 from ..model.config_json import generation_end_ids
 from ..model.files import sampled_fingerprint
-from ..model.runner import DraftRunner, ModelRunner
+from ..model.runner import DraftRunner, HeadRunner, ModelRunner
 from ..model.vision import DynamicVisionSpec, VisionSpec
 from .bits import bits_id
 from .embedding.encoder import LoadedEncoder
@@ -37,6 +37,7 @@ class DecoderPart(Protocol):
     whole_images: bool  # see `SchedulerConfig`
     kv_bytes: int  # bytes of the KV cache, states and a draft model's pages included
     draft_cost: float | None  # estimated time of the draft model's step over the model's; None: there is none
+    draft_reads_steps: bool  # the draft model is a head, which reads the rows of every step
 
     @property
     def runner(self) -> ModelRunner:
@@ -69,7 +70,7 @@ class LoadedDecoder:
         runner: ModelRunner,
         config: EngineConfig,
         spill_file: SpillFile | None = None,
-        draft: DraftRunner | None = None,
+        draft: DraftRunner | HeadRunner | None = None,
     ) -> None:
         self.runner = runner
         self.path = runner.path
@@ -77,7 +78,8 @@ class LoadedDecoder:
         self.whole_images = runner.images is not None and runner.images.spec.whole_images
         memory = runner.capacity.memory
         self.kv_bytes = memory.kv_bytes + memory.state_bytes + memory.draft_kv_bytes
-        self.draft_cost = None if draft is None else draft.cost_beside(runner)
+        self.draft_cost = None if draft is None else draft.cost
+        self.draft_reads_steps = isinstance(draft, HeadRunner)
         self._config = config
         self._spill_file = spill_file
         self._draft = draft
@@ -153,6 +155,7 @@ class NoDecoder:
     kv_bytes = 0
     whole_images = False
     draft_cost: float | None = None
+    draft_reads_steps = False
 
     def __init__(self, encoder: LoadedEncoder, config: EngineConfig) -> None:
         self.path = encoder.encoder.path

@@ -74,6 +74,7 @@ class EngineCore:
             encoder.limits,
             whole_images=decoder.whole_images,
             draft_cost=decoder.draft_cost,
+            draft_reads_steps=decoder.draft_reads_steps,
         )
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
         self._computing = threading.Lock()  # held while a thread uses a model

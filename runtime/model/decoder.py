@@ -16,11 +16,13 @@ from ...pager.layout import place_layers
 from .feed_forward import embedding_scale, layer_input_block, layer_inputs, mlp_block
 from .latent_attention import emit_latent_attention
 from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, Value, input_form
+from .program.values import F32
 from .residual import add_branch, normed_input, normed_rows, rows_form
 from .rope import Table, query_scales
 from .spec import DecoderSpec
 from .states import StateLayout
 from .weights.delta_weights import DeltaWeights
+from .weights.fusion_weights import FusionWeights
 from .weights.latent_weights import LatentWeights
 from .weights.layer_weights import (
     AttentionWeights,
@@ -41,13 +43,25 @@ def emit_decoder(
     weights: DecoderWeights,
     rotary: Sequence[Table | None],
     states: StateLayout,
+    *,
+    shows_hidden: bool = False,
 ) -> Logits:
-    """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
-    sampled = builder.gather(emit_layers(builder, spec, weights, rotary, states))
+    """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer.
+
+    With `shows_hidden`, the normed rows that a head reads are a result, too: of a head itself, the rows that sample.
+    """
+    x = emit_layers(builder, spec, weights, rotary, states)
+    sampled = builder.gather(x)
+    hidden = None
+    if shows_hidden:
+        rows = x if spec.head_of is None else sampled
+        bias = weights.final_norm_bias
+        hidden = builder.norm_rows(rows, spec.norm_kind, weights.final_norm, bias, spec.norm_eps, F32)
     normed = normed_rows(
         builder, spec, weights.final_norm, weights.final_norm_bias, sampled, input_form(weights.lm_head)
     )
-    return builder.logits(normed, weights.lm_head, weights.lm_head_bias, spec.logits_scale, spec.logits_softcap)
+    logits = builder.logits(normed, weights.lm_head, weights.lm_head_bias, spec.logits_scale, spec.logits_softcap)
+    return replace(logits, hidden=hidden)
 
 
 def emit_layers(
@@ -64,6 +78,8 @@ def emit_layers(
     Only attention without KV pages may be non-`causal`.
     """
     x = builder.embed(weights.embedding, embedding_scale(weights.embedding, spec.embedding_scale, spec))
+    if weights.fusion is not None:
+        x = _fused_rows(builder, spec, weights.fusion, x)
     tables = weights.layer_tables
     inputs = None if tables is None else layer_inputs(builder, spec, tables, x)
     scales = None if spec.query_scales is None else query_scales(spec.query_scales, _num_positions(rotary))
@@ -99,6 +115,17 @@ def emit_layers(
             layer_input_block(builder, spec, layer_weights, layer_weights.layer_input, layer, inputs, x)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
+    return x
+
+
+def _fused_rows(builder: ProgramBuilder, spec: DecoderSpec, weights: FusionWeights, embedded: Value) -> Value:
+    """Emit the rows of a head: fc(norm(embedding) | norm(hidden state)), of hidden states that the caller writes."""
+    hidden = builder.input("hidden states", spec.hidden_size)
+    normed = builder.norm(embedded, weights.embedding_norm, spec.norm_eps, input_form(weights.of_embedding))
+    x = builder.linear(normed, weights.of_embedding, None, "residual")
+    form = input_form(weights.of_hidden)
+    rows = builder.norm_rows(hidden, "rms", weights.hidden_norm, None, spec.norm_eps, form)
+    builder.linear_add(rows, weights.of_hidden, None, x)
     return x
 
 

@@ -126,6 +126,7 @@ def plan_memory(
     lora: LoraLayout | None = None,
     lora_bytes: int = 0,
     draft: MemoryPlan | None = None,
+    shows_hidden: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of loading, compiling and running with these arguments.
 
@@ -135,7 +136,7 @@ def plan_memory(
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
     builder = ProgramBuilder(max_tokens, max_samples, lora=None if lora is None else lora.targets(shapes))
     states = states or lay_out_states(spec)
-    program = builder.build(emit_decoder(builder, spec, shapes, rotary, states))
+    program = builder.build(emit_decoder(builder, spec, shapes, rotary, states, shows_hidden=shows_hidden))
     return MemoryPlan(
         weights=weights_bytes,
         kv_pages=num_pages,

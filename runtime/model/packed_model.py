@@ -15,7 +15,7 @@ from ...pager.layout import KVLayout
 from ..common.config import KVCacheDtype, WeightDtype
 from ..common.errors import ConfigError
 from .decoder import emit_decoder
-from .families.registry import open_model
+from .families.registry import open_head, open_model
 from .files import model_path
 from .lora import LoraLayout
 from .program import ProgramBuilder, ProgramPlan
@@ -44,17 +44,18 @@ class PackedModel:
         max_samples: int,
         states: StateLayout | None = None,
         lora: LoraLayout | None = None,
+        shows_hidden: bool = False,
     ) -> ProgramPlan:
         """Return the program for steps of `max_tokens` rows, `max_samples` of which sample, below `max_positions`.
 
-        `states` is the layout of sequences' states; None: without draft tokens. `lora` is that of adapters.
+        `states` is the layout of sequences' states; None: without draft tokens. `lora` is that of adapters. See
+        `emit_decoder` for `shows_hidden`.
         """
         rotary = rotary_tables(self.spec.ropes, self.spec.head_dim, max_positions)
         targets = None if lora is None else lora.targets(self.weights)
         builder = ProgramBuilder(max_tokens, max_samples, lora=targets)
-        return builder.build(
-            emit_decoder(builder, self.spec, self.weights, rotary, states or lay_out_states(self.spec))
-        )
+        states = states or lay_out_states(self.spec)
+        return builder.build(emit_decoder(builder, self.spec, self.weights, rotary, states, shows_hidden=shows_hidden))
 
 
 def pack_model(model: str | Path | None, weights: WeightDtype, stop: threading.Event | None = None) -> PackedModel:
@@ -70,6 +71,13 @@ def pack_model(model: str | Path | None, weights: WeightDtype, stop: threading.E
     spec, checkpoint = open_model(path)
     pairs = checkpoint.pairs if isinstance(checkpoint, PairedRows) else {}
     return PackedModel(path, spec, pack_weights(spec, checkpoint, weights, stop), pairs)
+
+
+def pack_head(model: PackedModel, weights: WeightDtype, stop: threading.Event | None = None) -> PackedModel:
+    """Pack the head of a model that predicts further tokens. Raises as `pack_model` does."""
+    spec, checkpoint = open_head(model.path)
+    pairs = checkpoint.pairs if isinstance(checkpoint, PairedRows) else {}
+    return PackedModel(model.path, spec, pack_weights(spec, checkpoint, weights, stop, model.weights), pairs)
 
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:

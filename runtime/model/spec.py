@@ -290,6 +290,9 @@ class TensorNames:
     shared_gate_shape: tuple[int, ...] = (1,)  # dimensions of its weight before the columns
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
+    fusion: str = "mtp.fc"  # columns for an embedding, then columns for a hidden state
+    fusion_embedding_norm: str = "mtp.pre_fc_norm_embedding"
+    fusion_hidden_norm: str = "mtp.pre_fc_norm_hidden"
 
 
 SHARED_EXPERTS = TensorNames(  # names where several shared experts are stored as one
@@ -364,6 +367,9 @@ class DecoderSpec:
     layer_inputs: int = 0  # size of each layer's own embedding of a token, which a gate adds after the MLP; 0: none
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
+    # the model of a head that predicts further tokens (MTP): the rows of the head are made of the model's normed rows
+    # and of embeddings of the next tokens, and both have the same embedding and LM head; None: no head
+    head_of: DecoderSpec | None = None
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
     quantized: Mapping[str, str] = field(default_factory=dict, compare=False)
     # tensor -> the input of each column, for tensors that are in blocks only in this order

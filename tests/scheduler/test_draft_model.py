@@ -45,6 +45,7 @@ def propose(harness: SchedulerHarness, plan: StepPlan, result: StepResult, wrong
         gained = next((i for i, draft in enumerate(drafts) if draft != right[i]), len(drafts)) + 1
         tokens[request_id] = tuple((t + wrong) % 50 for t in right[gained : gained + length])
     most = max(task.lengths.values())
+    tokens = {request_id: each for request_id, each in tokens.items() if each}
     return DraftResult(tokens, most, sum(map(len, tokens.values())), most * PASS_S)
 
 
@@ -63,6 +64,35 @@ def test_wrong_proposals_are_asked_for_less_and_less(make_harness: MakeHarness, 
     assert harness.run() == 200
     assert harness.outputs[1] == expected([1, 2, 3], 200)
     assert sum(task is not None for task in tasks[100:]) <= 8
+
+
+def test_a_head_reads_the_rows_of_prompts_and_of_requests_beside_them(make_harness: MakeHarness) -> None:
+    harness, tasks = drafting(make_harness, draft_reads_steps=True, max_num_batched_tokens=8)
+    harness.add(1, [1] * 12, 9, tenant="a")
+    harness.step()
+    harness.step()
+    harness.step()
+    harness.add(2, [2] * 9, 3)
+    harness.step()
+    assert [task and task.lengths for task in tasks] == [{1: 0}, {1: 0}, {1: 2}, {1: 0, 2: 0}]
+    assert tasks[0].salts == {1: b"a"}
+
+
+def test_a_head_reads_no_rows_beside_31_others(make_harness: MakeHarness) -> None:
+    harness, tasks = drafting(
+        make_harness, draft_reads_steps=True, max_num_seqs=32, max_num_batched_tokens=128, max_num_samples=160
+    )
+    for number in range(32):
+        harness.add(number, [number, 1], 20)
+    harness.run()
+    assert not any(tasks)
+
+
+def test_a_head_proposes_for_a_prompt_of_any_length(make_harness: MakeHarness) -> None:
+    harness, tasks = drafting(make_harness, draft_reads_steps=True, max_num_batched_tokens=600, num_pages=1000)
+    harness.add(1, [i % 50 for i in range(500)], 4)
+    harness.run()
+    assert [task.lengths for task in tasks if task] == [{1: 0}, {1: 1}]
 
 
 def test_no_proposals_beside_31_others(make_harness: MakeHarness) -> None:

@@ -23,4 +23,6 @@ class Family:
     read: Callable[[ConfigTable], DecoderSpec]
     gguf: GGUFFormat | None = None  # the form of its GGUF files; None: not supported
     tensors: Callable[[SafetensorsCheckpoint, DecoderSpec], Checkpoint] | None = None  # a folder in another form
+    # spec of the head that predicts further tokens (MTP), for a config.json and its spec; None: heads are not supported
+    head: Callable[[ConfigTable, DecoderSpec], DecoderSpec] | None = None
     neighboring_pairs: bool = False  # interleaved RoPE: a rotated pair is two neighboring rows of q and k in a folder

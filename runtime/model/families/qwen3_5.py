@@ -22,6 +22,7 @@ from .qwen3_next import (
     derive_hybrid,
     read_experts,
     read_hybrid,
+    read_hybrid_head,
 )
 
 DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
@@ -68,6 +69,11 @@ def _read(config: ConfigTable, family: str, defaults: dict[str, Any]) -> Decoder
     return replace(read_hybrid(text, family, rope), tie_embeddings=tied)
 
 
+def read_qwen3_5_head(config: ConfigTable, spec: DecoderSpec) -> DecoderSpec:
+    """Read the head of a model, whose text part describes it."""
+    return read_hybrid_head(_text(config, {}), spec)
+
+
 def _text(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable:
     """Return the object that describes the text model, with defaults."""
     if "text_config" not in config:
@@ -85,6 +91,7 @@ QWEN3_5 = Family(
     ("qwen3_5_text", "qwen3_5"),
     read_qwen3_5,
     GGUFFormat("qwen35", HYBRID_KEYS, HYBRID_GGUF_NAMES, derive=derive_hybrid, tiles_value_heads=True),
+    head=read_qwen3_5_head,
 )
 QWEN3_5_MOE = Family(
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
@@ -98,4 +105,5 @@ QWEN3_5_MOE = Family(
         derive=derive_hybrid,
         tiles_value_heads=True,
     ),
+    head=read_qwen3_5_head,
 )

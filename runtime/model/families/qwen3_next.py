@@ -124,6 +124,26 @@ def read_experts(config: ConfigTable, *, normalized: bool, layers: tuple[bool, .
     return replace(experts, shared_size=shared_size, shared_gate=True)
 
 
+def read_hybrid_head(config: ConfigTable, spec: DecoderSpec) -> DecoderSpec:
+    """Read the head that Qwen3-Next and Qwen3.5 share: a layer like the model's layers with full attention."""
+    if config.integer("mtp_num_hidden_layers", 0, MAX_LAYERS, 1) != 1:
+        raise config.refused("mtp_num_hidden_layers", "1 for draft_model mtp: a head of one layer")
+    if config.flag("mtp_use_dedicated_embeddings", False):
+        raise config.refused("mtp_use_dedicated_embeddings", "false: a head has the embedding of its model")
+    return replace(
+        spec,
+        num_layers=1,
+        ropes=(spec.ropes[spec.kv_layers[-1]],),
+        windows=(0,),
+        delta=None,
+        experts=None if spec.experts is None else replace(spec.experts, layers=(True,)),
+        names=replace(spec.names, layer="mtp.layers.{}.", final_norm="mtp.norm"),
+        quantized={},
+        input_orders={},
+        head_of=spec,
+    )
+
+
 def derive_hybrid(config: ConfigTable) -> Mapping[str, Any]:
     """Return the keys that files have in another form: the kinds of layers, and the sizes of values and MLPs."""
     layers = num_layers(config)
@@ -183,4 +203,5 @@ QWEN3_NEXT = Family(
     ("qwen3_next",),
     read_qwen3_next,
     GGUFFormat("qwen3next", HYBRID_KEYS | HYBRID_EXPERT_KEYS, NEXT_GGUF_NAMES, experts=True, derive=derive_hybrid),
+    head=lambda config, spec: read_hybrid_head(config.with_defaults(DEFAULTS), spec),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ..files import is_gguf
 from ..quantization_config import read_quantization
 from ..spec import DecoderSpec, TensorNames
 from ..weights import Checkpoint
+from ..weights.fused_columns import FusedColumns
 from ..weights.gguf import open_gguf
 from ..weights.gguf_checkpoint import GGUFCheckpoint
 from ..weights.paired_rows import PairedRows, neighboring_pairs
@@ -125,6 +127,9 @@ FAMILIES = (
 )
 
 
+HEAD_PREFIX = "mtp."  # beginning of the names of a head's tensors
+
+
 def read_spec(path: str | Path) -> DecoderSpec:
     """Read a folder's config.json, or a GGUF file's header. Raises ModelError.
 
@@ -142,6 +147,39 @@ def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
     if is_gguf(path):
         return _open_gguf(path)
     return _open_folder(path, read_config(path))
+
+
+def read_head(path: str | Path) -> DecoderSpec:
+    """Read the head of a folder's model that predicts further tokens (MTP). Raises ModelError if there is none."""
+    return open_head(path)[0]
+
+
+def open_head(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
+    """Return the spec and the tensors of a model's head, all checked and none read. See `read_head`."""
+    if is_gguf(path):
+        raise UnsupportedModel(f"draft_model mtp: {path} is a GGUF file; heads are read from folders")
+    config = read_config(path)
+    family = _family(config)
+    if family.head is None:
+        have = ", ".join(each.architectures[0] for each in FAMILIES if each.head is not None)
+        raise UnsupportedModel(f"draft_model mtp: {path} has no head that predicts further tokens; {have} may have one")
+    spec = family.head(config, read_spec(path))
+    stored = SafetensorsCheckpoint(path)
+    if not any(name.startswith(f"{spec.names.fusion}.") for name in stored.names()):
+        raise UnsupportedModel(
+            f"draft_model mtp: {path} has no head that predicts further tokens: no {spec.names.fusion}"
+        )
+    if _has_fused_experts(name for name in stored.names() if name.startswith(HEAD_PREFIX)):
+        spec = replace(spec, names=_fused_experts(spec.names))
+    how = _quantization(family, config, path)
+    if how is None:
+        tensors = FusedColumns(stored, spec)
+        check_tensors(spec, tensors)
+        return spec, tensors
+    checkpoint = QuantizedCheckpoint(stored, how)
+    names = check_tensors(spec, FusedColumns(checkpoint, spec))
+    orders = checkpoint.sort_by_group(names)
+    return replace(spec, quantized=checkpoint.quantized(names), input_orders=orders), FusedColumns(checkpoint, spec)
 
 
 def open_tensors(path: str | Path) -> Checkpoint:
@@ -164,7 +202,8 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
     how = _quantization(family, config, path)
     spec = family.read(config)
     stored = SafetensorsCheckpoint(path)
-    if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):
+    own = (name for name in stored.names() if not name.startswith(HEAD_PREFIX))
+    if family.tensors is None and _has_fused_experts(own):
         spec = replace(spec, names=_fused_experts(spec.names))
     if how is None:
         tensors: Checkpoint = stored if family.tensors is None else family.tensors(stored, spec)
@@ -184,6 +223,10 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
 def _with_pairs(family: Family, spec: DecoderSpec, tensors: Checkpoint) -> Checkpoint:
     """Return the tensors in the order of rows that the packing reads."""
     return PairedRows(tensors, neighboring_pairs(spec)) if family.neighboring_pairs else tensors
+
+
+def _has_fused_experts(names: Iterable[str]) -> bool:
+    return any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
 
 
 def _fused_experts(names: TensorNames) -> TensorNames:

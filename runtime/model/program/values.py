@@ -141,10 +141,12 @@ class Logits:
 
     values: Value  # f32 [samples, vocab]
     maxima: Value  # f32 [samples, padded(vocab) / 32]
+    hidden: Value | None = None  # normed rows, which a head reads: all rows of a step, or of a head's those that sample
 
     @property
     def parts(self) -> tuple[Value, ...]:
-        return self.values, self.maxima
+        results = self.values, self.maxima
+        return results if self.hidden is None else (*results, self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,11 @@ class ProgramPlan:
     def maxima(self) -> Region:
         """The maximum of each 32 logits, f32 [max_samples, padded(vocab) / 32]."""
         return self.results[1]
+
+    @property
+    def hidden(self) -> Region | None:
+        """The normed rows that a head reads, f32; None if the program has no such result."""
+        return self.results[2] if len(self.results) > 2 else None
 
     def describe(self) -> str:
         """Return the arena's map as text: one line per place and use, with the number of uses."""

@@ -2,6 +2,7 @@
 
 from .capacity import Capacity, decide_capacity, least_kv_bytes, pick_cpus, pick_isa, pick_tune_mode
 from .draft_runner import DraftRunner, load_draft
+from .head_runner import HeadRunner, load_head
 from .model_runner import ModelRunner, load_model
 from .reasoning import ReasoningBudget, ReasoningMarkers, find_reasoning
 from .sampling import AllowedTokens, Masks, SamplingSpec
@@ -11,6 +12,7 @@ __all__ = [
     "AllowedTokens",
     "Capacity",
     "DraftRunner",
+    "HeadRunner",
     "Masks",
     "ModelRunner",
     "ReasoningBudget",
@@ -23,6 +25,7 @@ __all__ = [
     "kept_tunings",
     "least_kv_bytes",
     "load_draft",
+    "load_head",
     "load_model",
     "pick_cpus",
     "pick_isa",

@@ -15,10 +15,10 @@ import msgspec
 
 from ....kernels import CpuBudget, available_cpus, pick_level
 from ....pager import PAGE_SIZES, STATE_INTERVAL, KVLayout, StatePool
-from ...common.config import EngineConfig, TuneMode
+from ...common.config import MTP, EngineConfig, TuneMode
 from ...common.errors import ConfigError
 from ...common.memory import free_memory_bytes
-from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory, read_spec
+from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory, read_head, read_spec
 from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
 from ..files import model_path
 from ..lora import LoraLayout, plan_lora
@@ -48,7 +48,8 @@ class Capacity:
     tune: TuneMode
     memory: MemoryPlan
     lora: LoraLayout | None = None  # layers that adapters may change
-    draft: Capacity | None = None  # capacity of the draft model
+    draft: Capacity | None = None  # capacity of the draft model, or of the model's own head
+    shows_hidden: bool = False  # whether steps have the normed rows that a head reads as a result
 
     def open_states(self, copy: Callable[[int, int], None] | None = None) -> StatePool | None:
         """Return a pool of the slots for states, which `copy` copies; None for a model without states."""
@@ -69,7 +70,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     cpus = pick_cpus(config)
     max_model_len = _wanted_model_len(config, spec)
     encoder = _encoder_beside(config)
-    images = _tower_memory(config, cpus.threads)
+    images = None if spec.head_of is not None else _tower_memory(config, cpus.threads)
     other_bytes = 0 if encoder is None else encoder.memory.total_bytes
     other_bytes += 0 if images is None else images.total_bytes
     slots = _num_adapters(config)
@@ -93,6 +94,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     draft_capacity = None if draft is None else draft.capacity(min(draft_bytes, draft.beside(num_pages, layout)))
+    shows_hidden = spec.head_of is not None or config.draft_model == MTP
     memory = plan_memory(
         spec,
         weights=config.weights,
@@ -110,6 +112,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         lora=lora,
         lora_bytes=lora_bytes,
         draft=None if draft_capacity is None else draft_capacity.memory,
+        shows_hidden=shows_hidden,
     )
     isa = pick_isa(config)
     tune = pick_tune_mode(config)
@@ -128,6 +131,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         memory,
         lora,
         draft_capacity,
+        shows_hidden,
     )
 
 
@@ -160,7 +164,8 @@ class DraftShare:
         if not config.num_speculative_tokens:
             raise ConfigError("draft_model needs num_speculative_tokens, which is 0; 4 is a good start")
         draft = draft_config(config)
-        draft_spec = read_spec(model_path(draft.model))
+        path = model_path(draft.model)
+        draft_spec = read_head(path) if config.draft_model == MTP else read_spec(path)
         if lay_out_states(draft_spec).nbytes:
             raise ConfigError(
                 f"draft_model {config.draft_model} has layers with states; a draft model needs attention in all layers"
@@ -198,7 +203,8 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     """Return the configuration of the draft model, as if it were served alone."""
     alone = {"embedding_model": None, "draft_model": None, "max_model_len": None, "state_cache_memory": None}
     without_adapters: dict[str, Any] = {"lora": {}, "max_loras": None, "lora_memory": None}
-    return msgspec.structs.replace(config, model=config.draft_model, **without_adapters, **alone)
+    model = config.model if config.draft_model == MTP else config.draft_model
+    return msgspec.structs.replace(config, model=model, **without_adapters, **alone)
 
 
 def _num_adapters(config: EngineConfig) -> int:

@@ -45,7 +45,8 @@ def load_draft(
         copy_page=runner.arena.copy_page,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return DraftRunner(runner, pager, target.spec.vocab_size)
+    cost = capacity.memory.weights_bytes / target.capacity.memory.weights_bytes
+    return DraftRunner(runner, pager, target.spec.vocab_size, cost)
 
 
 @dataclass(slots=True)
@@ -81,10 +82,14 @@ class DraftRunner:
     same probabilities proposes the same tokens.
     """
 
-    def __init__(self, runner: ModelRunner, pager: Pager, vocab_size: int) -> None:
-        """`vocab_size` is the target model's: no proposal has a token beyond it."""
+    def __init__(self, runner: ModelRunner, pager: Pager, vocab_size: int, cost: float) -> None:
+        """`vocab_size` is the target model's: no proposal has a token beyond it.
+
+        `cost` is the estimated time of a step of the draft model over that of the target model.
+        """
         self.runner = runner
         self.pager = pager
+        self.cost = cost
         self._vocab_size = min(vocab_size, runner.spec.vocab_size)
         self._max_rows = runner.max_rows
         self._max_len = runner.capacity.max_model_len
@@ -105,10 +110,6 @@ class DraftRunner:
         tokens = {each.source.request_id: tuple(each.tokens) for each in proposals if each.tokens}
         seconds = time.perf_counter() - started
         return dataclasses.replace(result, drafting=DraftResult(tokens, num_passes, num_rows, seconds))
-
-    def cost_beside(self, target: ModelRunner) -> float:
-        """Return the estimated time of a step of the draft model over that of the target model."""
-        return self.runner.capacity.memory.weights_bytes / target.capacity.memory.weights_bytes
 
     def close(self) -> None:
         """Release the pages and the model. Idempotent."""

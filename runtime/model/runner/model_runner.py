@@ -74,6 +74,7 @@ class ModelRunner:
         pool: Pool | None = None,
     ) -> None:
         """`pool` has the threads of another model in the same process; without it the runner has its own threads."""
+        self.model = model
         self.spec = model.spec
         self.path = model.path
         self.capacity = capacity
@@ -87,6 +88,7 @@ class ModelRunner:
             max_samples=capacity.max_num_samples,
             states=self.state_layout,
             lora=capacity.lora,
+            shows_hidden=capacity.shows_hidden,
         )
         table = None if capacity.lora is None else LoraTable(capacity.lora.slots, capacity.lora.widths())
         self.ops = plan.ops
@@ -124,6 +126,8 @@ class ModelRunner:
         self._positions = None if tower is None else _image_positions(model.spec, tower.spec, plan.ops)
         self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
         self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
+        self._given_hidden = self._program.view(plan.inputs[0]) if plan.inputs else None  # [max_rows, padded hidden]
+        self._hidden = None if plan.hidden is None else self._program.view(plan.hidden)
         self._sampling_s = 0.0
         self.tuned = self._tune()
 
@@ -171,6 +175,21 @@ class ModelRunner:
         self._forward([sequence._replace(images=seen, prompt_images=images)], range(end - num_samples, end))
         return self._logits[:num_samples, : self.spec.vocab_size]
 
+    def give_hidden(self, first: int, rows: Floats) -> None:
+        """Set the hidden states [rows, hidden] that a head reads for the rows of the next step from `first` on."""
+        assert self._given_hidden is not None, "only a head reads hidden states"
+        given = self._given_hidden[first : first + len(rows)]
+        given[:, : rows.shape[1]] = rows
+        given[:, rows.shape[1] :] = 0.0
+
+    def hidden_rows(self, first: int, end: int) -> Floats:
+        """Return the normed rows [end - first, hidden] of the last step, which the next step overwrites.
+
+        They are those of all rows, but of a head only those of the rows that sample.
+        """
+        assert self._hidden is not None, "the capacity says that steps show their hidden states"
+        return self._hidden[first:end, : self.spec.hidden_size]
+
     @property
     def state_memory(self) -> npt.NDArray[np.uint8]:  # [slots, bytes of a state]
         """The memory of all states."""
@@ -204,7 +223,8 @@ class ModelRunner:
         self.arena.close()
         self.ops.clear()
         if hasattr(self, "_program"):
-            del self._program, self._sampler, self._logits, self._maxima, self.pool
+            del self.model, self._program, self._sampler, self.pool
+            del self._logits, self._maxima, self._hidden, self._given_hidden
             self.images = None
 
     def _tune(self) -> Choices:

@@ -21,6 +21,7 @@ from ...common.errors import MissingTensor, WrongTensor
 from ..spec import UNGATED, DecoderSpec, Experts, Mamba
 from . import READABLE, Checkpoint, as_f32
 from .delta_weights import DeltaWeights, build_delta
+from .fusion_weights import build_fusion
 from .latent_weights import LatentWeights, build_latent
 from .layer_weights import (
     AttentionWeights,
@@ -55,15 +56,21 @@ from .quantization import SORTED
 
 
 def pack_weights(
-    spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype, stop: threading.Event | None = None
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    dtype: WeightDtype,
+    stop: threading.Event | None = None,
+    shared: DecoderWeights | None = None,
 ) -> DecoderWeights:
     """Pack every matrix as `dtype`. The checkpoint must have passed `check_tensors`. See `pack_built`.
 
+    `shared` are the weights of the model that a head belongs to.
+
     Raises WrongTensor where embeddings are tied and the checkpoint has a head that is no copy of the embedding.
     """
-    if spec.tie_embeddings:
+    if spec.tie_embeddings and shared is None:
         _check_tied(checkpoint, f"{spec.names.embedding}.weight", f"{spec.names.lm_head}.weight")
-    return pack_built(lambda factory, packed: build_weights(spec, packed, factory), checkpoint, dtype, stop)
+    return pack_built(lambda factory, packed: build_weights(spec, packed, factory, shared), checkpoint, dtype, stop)
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
@@ -94,31 +101,49 @@ def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
     return ", ".join(sorted(plan_weights(spec, dtype)[1])) if dtype == "auto" else dtype
 
 
-def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
+def build_weights(
+    spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory, shared: DecoderWeights | None = None
+) -> DecoderWeights:
     """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8.
 
-    An embedding that is only read by column is the more exact in blocks, without a rotation.
+    An embedding that is only read by column is the more exact in blocks, without a rotation. A head has the embedding
+    and the LM head of `shared`, or without it their shapes.
     """
-    vocabulary_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
     names = spec.names
     hidden = spec.hidden_size
 
     def vocabulary(name: str, group: int) -> PackedMatrix:
-        shape = spec.vocab_size, hidden
-        parts = [Part(f"{name}.weight", shape)]
-        packed = packed_dtypes(spec.quantized, vocabulary_dtype, parts)
-        return factory.matrix(MatrixPlan(*shape, packed, parts, group=_group(vocabulary_dtype, group)))
+        of, maker = (spec, factory) if spec.head_of is None else (spec.head_of, WeightPlanner())
+        return _build_vocabulary(of, name, dtype, group, maker)
 
-    embedding = vocabulary(names.embedding, GROUP if spec.tie_embeddings else 0)
+    if shared is not None:
+        embedding = shared.embedding
+    else:
+        embedding = vocabulary(names.embedding, GROUP if spec.tie_embeddings else 0)
     layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
     final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
     norm_bias = [Part(f"{names.final_norm}.bias", (hidden,))]
     final_norm_bias = factory.vector(hidden, norm_bias) if spec.norm_bias else None
     head_bias = [Part(f"{names.lm_head}.bias", (spec.vocab_size,))]
     lm_head_bias = factory.vector(spec.vocab_size, head_bias) if spec.lm_head_bias else None
-    lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head, GROUP)
+    if shared is not None:
+        lm_head = shared.lm_head
+    else:
+        lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head, GROUP)
     tables = _build_layer_tables(spec, dtype, factory)
-    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head_bias, lm_head, tables)
+    fusion = None if spec.head_of is None else build_fusion(spec, dtype, factory)
+    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head_bias, lm_head, tables, fusion)
+
+
+def _build_vocabulary(
+    spec: DecoderSpec, name: str, dtype: WeightDtype, group: int, factory: WeightFactory
+) -> PackedMatrix:
+    """Make the embedding or the LM head."""
+    dtype = "q8" if dtype == "q4" else dtype
+    shape = spec.vocab_size, spec.hidden_size
+    parts = [Part(f"{name}.weight", shape)]
+    packed = packed_dtypes(spec.quantized, dtype, parts)
+    return factory.matrix(MatrixPlan(*shape, packed, parts, group=_group(dtype, group)))
 
 
 def _build_layer_tables(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> LayerTables | None:

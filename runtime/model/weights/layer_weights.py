@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ....kernels.pack import PackedMatrix
 from .delta_weights import DeltaWeights
+from .fusion_weights import FusionWeights
 from .latent_weights import LatentWeights
 from .mamba_weights import MambaWeights
 from .packing import Vector
@@ -121,3 +122,4 @@ class DecoderWeights:
     lm_head_bias: Vector | None  # [vocab]
     lm_head: PackedMatrix  # [vocab, hidden]
     layer_tables: LayerTables | None
+    fusion: FusionWeights | None = None  # only a head has them
