@@ -181,7 +181,9 @@ def scheduled_requests(
                 max_tokens=len(echoed) + params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
-                sampling=replace(sampling, seed=(seed + index) % SEED_LIMIT),
+                sampling=replace(
+                    sampling, seed=(seed + index) % SEED_LIMIT, reasoning=None if budget is None else replace(budget)
+                ),
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
                 adapter=adapter,

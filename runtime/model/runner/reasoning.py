@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 CERTAIN = 1e30  # bias that makes a token the most likely one; logprobs do not include it
@@ -30,23 +31,27 @@ class ReasoningMarkers:
         return tuple(prompt[max(0, end - len(self.open)) : end]) == self.open
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReasoningBudget:
-    """The most tokens of reasoning in one output, its markers not counted."""
+    """The most tokens of reasoning in one output, its markers not counted.
+
+    Each output has a budget of its own, which remembers the reasoning that it has read: a step reads new tokens only.
+    """
 
     markers: ReasoningMarkers
     num_tokens: int
     begun: bool  # the prompt ends with the beginning of the reasoning
 
-    def bias(self, context: Sequence[int], first: int, position: int) -> dict[int, float]:
+    def bias(self, context: Sequence[int], first: int, position: int, settled: int) -> dict[int, float]:
         """Return the bias of each token that is forced or forbidden after the first `position` tokens of the context.
 
-        The output begins at `first`. A forced token has the bias `CERTAIN`.
+        The output begins at `first`. The first `settled` tokens of the context never change; draft tokens follow. A
+        forced token has the bias `CERTAIN`.
         """
         if position - first < self.num_tokens:
             return {}
         markers = self.markers
-        found = find_reasoning(markers, context, first, position, begun=self.begun)
+        found = read_reasoning(markers, context, position, self._read_settled(context, first, settled))
         if found.num_tokens < self.num_tokens:
             return {}
         if found.is_open:
@@ -56,12 +61,25 @@ class ReasoningBudget:
             return {markers.open[1]: float("-inf")}
         return {}
 
+    @cached_property
+    def _settled(self) -> list[FoundReasoning]:
+        """The last result of `_read_settled`; not a field, so it is neither compared nor sent."""
+        return []
+
+    def _read_settled(self, context: Sequence[int], first: int, settled: int) -> FoundReasoning:
+        """Return the reasoning in the output's settled tokens."""
+        last = self._settled[0] if self._settled else FoundReasoning(first, is_open=self.begun)
+        self._settled[:] = [read_reasoning(self.markers, context, settled, last)]
+        return self._settled[0]
+
 
 class FoundReasoning(NamedTuple):
-    """The reasoning in the tokens of an output."""
+    """The reasoning in an output up to a position of its context."""
 
-    num_tokens: int  # tokens between the markers
-    is_open: bool  # the output ends within reasoning
+    position: int  # position of the first token that is not read
+    num_tokens: int = 0  # tokens between the markers
+    is_open: bool = False  # the position is within reasoning
+    is_over: bool = False  # no reasoning can begin any more
 
 
 def find_reasoning(
@@ -71,32 +89,39 @@ def find_reasoning(
 
     `begun`: the prompt ends with the beginning of the reasoning.
     """
-    num_tokens = 0
-    start = first if begun else _begin(markers, context, first, end, is_first=True)
-    while start is not None:
-        close = _index(context, markers.close, start, end)
-        num_tokens += (end if close is None else close) - start
-        if close is None:
-            return FoundReasoning(num_tokens, True)
-        start = _begin(markers, context, close + 1, end) if markers.repeats else None
-    return FoundReasoning(num_tokens, False)
+    return read_reasoning(markers, context, end, FoundReasoning(first, is_open=begun))
 
 
-def _begin(
-    markers: ReasoningMarkers, context: Sequence[int], first: int, end: int, *, is_first: bool = False
-) -> int | None:
-    """Return the position after the next `open`, or None. `is_first`: only white space may come before it."""
-    size = len(markers.open)
-    if is_first and not markers.repeats:
-        while first < end and context[first] in markers.space:
-            first += 1
-        is_open = first + size <= end and tuple(context[first : first + size]) == markers.open
-        return first + size if is_open else None
-    while (place := _index(context, markers.open[0], first, end)) is not None:
-        if place + size <= end and tuple(context[place : place + size]) == markers.open:
-            return place + size
-        first = place + 1
-    return None
+def read_reasoning(markers: ReasoningMarkers, context: Sequence[int], end: int, last: FoundReasoning) -> FoundReasoning:
+    """Return the reasoning in the tokens up to `end` of the context, where `last` is known."""
+    position, num_tokens, is_open, is_over = last
+    while position < end and not is_over:
+        if is_open:
+            close = _index(context, markers.close, position, end)
+            until = end if close is None else close
+            num_tokens += until - position
+            is_open = close is None
+            is_over = not (is_open or markers.repeats)
+            position = until if is_open else until + 1
+            continue
+        place = _place_of_open(markers, context, position, end)
+        after = place + len(markers.open)
+        if after > end:
+            return FoundReasoning(place, num_tokens)
+        is_open = tuple(context[place:after]) == markers.open
+        is_over = not (is_open or markers.repeats)
+        position = after if is_open else place + 1
+    return FoundReasoning(position, num_tokens, is_open, is_over)
+
+
+def _place_of_open(markers: ReasoningMarkers, context: Sequence[int], position: int, end: int) -> int:
+    """Return the next position at which `open` may begin, or `end`. Only white space may come before a single part."""
+    if markers.repeats:
+        place = _index(context, markers.open[0], position, end)
+        return end if place is None else place
+    while position < end and context[position] in markers.space:
+        position += 1
+    return position
 
 
 def _index(context: Sequence[int], token_id: int, first: int, end: int) -> int | None:

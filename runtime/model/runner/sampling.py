@@ -85,7 +85,8 @@ def _row(sequence: ScheduledSequence, position: int, mask: int, adjustments: lis
         adjustments.append((sequence.echoed[position - sequence.num_prompt_tokens], 0, 0, CERTAIN))
         return (spec.seed, position, *_parameters(GREEDY), logprobs, first, 1, 0)
     budget = spec.reasoning
-    ends = {} if budget is None else budget.bias(sequence.context, num_given, position)
+    settled = len(sequence.context) - sequence.num_samples + 1
+    ends = {} if budget is None else budget.bias(sequence.context, num_given, position, settled)
     adjustments.extend(_adjustments(spec, sequence.context, position, num_given, ends))
     parameters = _parameters(GREEDY if CERTAIN in ends.values() else spec.params)
     return (spec.seed, position, *parameters, logprobs, first, len(adjustments) - first, mask)

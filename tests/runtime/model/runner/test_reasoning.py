@@ -40,7 +40,8 @@ def test_where_reasoning_is(
 ) -> None:
     prompt = [1, 5]
     context = prompt + output
-    assert find_reasoning(markers, context, 2, len(context), begun=begun) == expected
+    found = find_reasoning(markers, context, 2, len(context), begun=begun)
+    assert (found.num_tokens, found.is_open) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,8 @@ def test_what_a_budget_forces_and_forbids(
 ) -> None:
     budget = ReasoningBudget(markers, num_tokens, begun)
     context = [3, 4, 1, *output, 99, 99]  # later tokens, which are draft tokens, do not count
-    assert budget.bias(context, 3, 3 + len(output)) == expected
+    for settled in range(3, 4 + len(output)):  # the budget remembers what it read of the output
+        assert budget.bias(context, 3, 3 + len(output), settled) == expected
 
 
 def test_a_forced_end_is_drawn_without_the_other_parameters() -> None:
