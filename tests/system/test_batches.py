@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import QuotaExceeded
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.server import Server
@@ -176,9 +177,11 @@ async def test_a_batch_continues_after_a_restart_and_a_full_disk(
         assert without_times(output) == without_times(expected)
 
 
-async def test_cancelled_and_expired_batches_keep_their_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def raise_quota(*_: object) -> None:
+    raise QuotaExceeded("no room")
+
+
+async def test_batches_that_are_cut_keep_their_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps(
         {
             "custom_id": "a",
@@ -197,6 +200,16 @@ async def test_cancelled_and_expired_batches_keep_their_answers(
         batch = await ended(ann, batch.id)
         assert batch.status == "cancelled"
         assert batch.output_file_id is not None
+        batch = await create(ann, file_id)
+        while (await ann.batches.retrieve(batch.id)).request_counts.completed < 1:
+            await asyncio.sleep(0.02)
+        with monkeypatch.context() as full:
+            full.setattr(store.BatchStore, "check_quota", raise_quota)
+            batch = await ended(ann, batch.id)
+        assert batch.status == "failed"
+        assert [(error.code, error.message) for error in batch.errors.data] == [("resource_exhausted", "no room")]
+        first, *_ = (await ann.files.content(batch.output_file_id)).content.splitlines()
+        assert json.loads(first)["response"]["status_code"] == 200
         monkeypatch.setattr(batch_door, "WINDOW_S", -1)
         assert (await ended(ann, (await create(ann, file_id)).id)).status == "expired"
 

@@ -194,7 +194,7 @@ class BatchWorker:
         now = int(time.time())
         batch = store.batch(tenant, batch_id)
         changes: dict[str, Any] = {"status": status, f"{status}_at": now, "error": error}
-        if status != "failed" and path.exists():
+        if path.exists():
             changes |= {"finalizing_at": now, "total": total or batch.total}
             changes |= self._output_files(tenant, batch, path)
         self._changed_batch(tenant, batch_id, **changes)
