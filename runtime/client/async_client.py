@@ -54,6 +54,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
     prompt_cache_key: str  # requests with the same key go to the same engine, which caches their prompts
+    traceparent: str  # W3C's context of the caller's trace, to which the server's spans then belong
     idempotency_key: str | None  # a second request with this key receives the first one's stream, running or finished
     resumable: bool  # continue after a lost connection even with a single address; the server keeps the request
     on_accepted: OnAccepted | None  # called with ACCEPTED: queue position, pages, predicted wait
@@ -67,6 +68,7 @@ class EmbedOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None  # keep this many tokens of a text that is too long; -1: as many as possible
     deadline_ms: int | None  # milliseconds from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
+    traceparent: str  # W3C's context of the caller's trace, to which the server's spans then belong
 
 
 class AsyncClient:
@@ -151,6 +153,7 @@ class AsyncClient:
             prompt_cache_key=options.get("prompt_cache_key", ""),
             images=images,
             model=options.get("model", ""),
+            traceparent=options.get("traceparent", ""),
         )
         return TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress")).chunks()
 

@@ -141,6 +141,8 @@ class ClientConnection:
             raise InvalidRequest("chat is not supported by this server; use a newer one, or its HTTP API")
         if isinstance(frame, Generate) and frame.prompt_cache_key and "cache_key" not in self.features:
             frame = msgspec.structs.replace(frame, prompt_cache_key="")  # the output is the same without it
+        if isinstance(frame, Generate | AskVectors | AskScores) and frame.traceparent and "trace" not in self.features:
+            frame = msgspec.structs.replace(frame, traceparent="")
         if isinstance(frame, Generate) and frame.images and "images" not in self._welcome.result().features:
             raise InvalidRequest("this server is of an earlier release, which takes no images")
         if not isinstance(frame, Resume | ListModels | AskStats) and frame.model and "models" not in self.features:

@@ -48,7 +48,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ollama_port: Annotated[
         Port | None,
         _server(
-            "Port for Ollama's clients, at `openai_host`; 0 takes a free one. Ollama's own is 11434.", default="off"
+            "Port for Ollama's clients, at `openai_host`; 0 takes a free one. The flag without a number takes 11434.",
+            default="off",
         ),
     ] = None
     token: Annotated[
@@ -121,6 +122,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     metrics_compat: Annotated[
         Literal["vllm"] | None, _server("Export the metrics under vLLM's names, too.", default="off")
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _server(
+            "Collector that receives a trace of each request over OTLP (http/protobuf), such as "
+            "http://127.0.0.1:4318/v1/traces; `pip install 'quire[traces]'`.",
+            unit="address",
+            default="no traces",
+        ),
     ] = None
     log_format: Annotated[Literal["console", "json"], _server("Form of log lines.")] = "console"
     log_level: Annotated[

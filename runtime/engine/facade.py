@@ -56,6 +56,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
     prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
     model: str = ""  # the server's model whose engine computes the request; empty: its first model
+    trace_id: str = ""  # id of the request's trace for `RequestStats`; empty: it is not recorded
 
     def text_bytes(self) -> int:
         """Estimate the memory in bytes of the text to tokenize, counting at most `MAX_COUNTED` values.
@@ -322,6 +323,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float
     time_to_first_token_s: float | None
     time_per_output_token_s: float | None = None  # mean after the first token, of the sequence that decoded longest
+    trace_id: str = ""
 
 
 class EmbedStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,6 +191,7 @@ class LiveOutputs:
                 e2e_s=now - output.submitted,
                 time_to_first_token_s=None if first is None else first - output.submitted,
                 time_per_output_token_s=output.time_per_output_token_s(),
+                trace_id=output.request.trace_id,
             )
         )
         self._release(output)

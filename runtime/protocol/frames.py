@@ -55,16 +55,19 @@ FEATURES = (
     "pins",
     "progress",
     "tools",
+    "trace",
 )  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 MAX_CACHE_KEY = 256  # characters
 MAX_MODEL_NAME = 1024  # characters
+MAX_TRACEPARENT = 128  # characters; today's version has 55
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 # Name of a served model, sent if `models` was negotiated; empty: the first model that can do the task.
 ModelName = Annotated[str, msgspec.Meta(max_length=MAX_MODEL_NAME)]
 Message = dict[str, Any]  # message of a chat: `role`, `content` and other keys that the model's template uses
+Traceparent = Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT)]  # W3C's header of that name; empty: none
 IdempotencyKey = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -103,6 +106,7 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     # Sent if `images` was negotiated: image files, one for each part `{"type": "image"}` of the messages, in order.
     images: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_IMAGES)] = ()
     model: ModelName = ""
+    traceparent: Traceparent = ""  # sent if `trace` was negotiated: the trace to which the request belongs
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -130,6 +134,7 @@ class AskVectors(_Frame, tag="EMBED", frozen=True):
     priority: int = 0  # requests with a lower number run earlier
     credit: NumTokens | None = None  # texts whose values may be sent before CREDIT; None: no limit
     model: ModelName = ""
+    traceparent: Traceparent = ""  # the trace to which the request belongs
 
 
 class AskScores(_Frame, tag="SCORE", frozen=True):
@@ -141,6 +146,7 @@ class AskScores(_Frame, tag="SCORE", frozen=True):
     priority: int = 0  # requests with a lower number run earlier
     credit: NumTokens | None = None  # scores that may be sent before CREDIT; None: no limit
     model: ModelName = ""
+    traceparent: Traceparent = ""  # the trace to which the request belongs
 
 
 class Tokenize(_Frame, tag="TOKENIZE", frozen=True):

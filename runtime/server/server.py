@@ -36,6 +36,7 @@ from .monitoring import (
     RequestStatus,
     StatusCollector,
     VllmNames,
+    open_tracer,
 )
 from .msgpack.connection import Connection
 from .requests.live_requests import LiveRequests
@@ -102,7 +103,9 @@ class Server:
 
             models.set_observer(self.observer)
             texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes // keyring.num_tenants)
-            requests = LiveRequests(models, self.observer, texts)
+            tracer = open_tracer(config.otlp_traces_endpoint, models.main.name, self.observer.version)
+            opening.push_async_callback(tracer.close)
+            requests = LiveRequests(models, self.observer, texts, tracer)
             replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
             operator_address = str(operator_listening.address)
             http_addresses = {name: str(each.address) for name, each in http_listening.items()}

@@ -368,13 +368,18 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncConte
         uds: str | None = None,
         allowed_image_hosts: str | None = None,
         ollama_port: int | None = None,
+        otlp_traces_endpoint: str | None = None,
         **settings: Any,
     ) -> AsyncIterator[Real]:
         engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
         real = Real(engine, Server())
         try:
             config = ServerConfig(
-                **FREE_PORTS, uds=uds, allowed_image_hosts=allowed_image_hosts, ollama_port=ollama_port
+                **FREE_PORTS,
+                uds=uds,
+                allowed_image_hosts=allowed_image_hosts,
+                ollama_port=ollama_port,
+                otlp_traces_endpoint=otlp_traces_endpoint,
             )
             await real.server.start(engine, config)
             yield real

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from structlog.contextvars import bound_contextvars
 
 from ..app_context import AppContext
+from ..monitoring import TRACEPARENT, TRACESTATE, note_caller
 from ..requests.request_log import quire_error
 from ..tenancy.tenants import Turns
 from .errors import BadRequest, DoorForm
@@ -84,7 +85,8 @@ class HTTPRouter:
         return route
 
     async def answer(self, cycle: RequestCycle, route: Route) -> None:
-        """Answer the request. Never raises."""
+        """Answer the request, in a task of its own. Never raises."""
+        note_caller(*(cycle.headers.get(name, b"").decode("ascii", "replace") for name in (TRACEPARENT, TRACESTATE)))
         with bound_contextvars(request=cycle.log_id):
             try:
                 if cycle.tenant is not None:

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from http import HTTPStatus
 from importlib.resources import files
 from types import MappingProxyType
@@ -28,6 +28,7 @@ import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from ...common.logs import BoundedLog
 from ...net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
@@ -50,6 +51,9 @@ REQUEST_READ_BYTES = 4 << 10
 METRICS_MAX_AGE_S = 1.0
 STATUS_MAX_AGE_S = 0.5
 
+METRICS_PATH = "/metrics"
+OPENMETRICS = b"application/openmetrics-text"
+END_OF_OPENMETRICS = b"# EOF\n"
 STATUS_PAGE = ("status.html", "status.css", "status.js")  # files in this folder
 TEXT = "text/plain; charset=utf-8"
 NOT_CACHED = {**PAGE_HEADERS, "cache-control": "no-store"}
@@ -81,9 +85,9 @@ class OperatorServer:
         self._readiness = readiness
         self._status = status
         self._metrics_cache = SharedResult(lambda: render_metrics(registry), METRICS_MAX_AGE_S)
+        self._openmetrics_cache = SharedResult(lambda: render_openmetrics(registry), METRICS_MAX_AGE_S)
         self._status_cache = SharedResult(self._render_status, STATUS_MAX_AGE_S)
         self._answers = {
-            "/metrics": self.metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/status.json": self._status_json,
@@ -102,12 +106,15 @@ class OperatorServer:
     async def close(self) -> None:
         await self._acceptor.close()
         await self._metrics_cache.close()
+        await self._openmetrics_cache.close()
         await self._status_cache.close()
 
     # Answers
 
-    async def metrics(self) -> Answer:
-        """Answer with the text that Prometheus reads."""
+    async def metrics(self, accepted: bytes) -> Answer:
+        """Answer with the text that Prometheus reads: with exemplars if the header `accept` has OpenMetrics."""
+        if OPENMETRICS in accepted.lower():
+            return Answer(await self._openmetrics_cache.get(), openmetrics.CONTENT_TYPE_LATEST)
         return Answer(await self._metrics_cache.get(), CONTENT_TYPE_LATEST)
 
     async def _healthz(self) -> Answer:
@@ -142,9 +149,11 @@ class OperatorServer:
         path = request.target.partition(b"?")[0].decode("ascii")
         if path in self._page:
             return self._page[path]
-        if path not in self._answers:
+        if path not in self._answers and path != METRICS_PATH:
             return Answer(b"not found\n", status_code=404)
         try:
+            if path == METRICS_PATH:
+                return await self.metrics(b",".join(value for name, value in request.headers if name == b"accept"))
             return await self._answers[path]()
         except Exception as error:
             _log.error("http request failed", exc_info=error, path=path)
@@ -266,8 +275,16 @@ class _Families:
 
 async def render_metrics(registry: CollectorRegistry) -> bytes:
     """Return the text for Prometheus: values of one moment, one family per turn of the event loop."""
-    text = []
+    return b"".join([text async for text in _rendered(registry, generate_latest)])
+
+
+async def render_openmetrics(registry: CollectorRegistry) -> bytes:
+    """Return the text in the OpenMetrics format, which has exemplars, as `render_metrics` does."""
+    texts = [text async for text in _rendered(registry, openmetrics.generate_latest)]
+    return b"".join([*(text.removesuffix(END_OF_OPENMETRICS) for text in texts), END_OF_OPENMETRICS])
+
+
+async def _rendered(registry: CollectorRegistry, render: Callable[[_Families], bytes]) -> AsyncIterator[bytes]:
     for family in list(registry.collect()):
-        text.append(generate_latest(_Families([family])))
+        yield render(_Families([family]))
         await asyncio.sleep(0)
-    return b"".join(text)

@@ -6,11 +6,13 @@ with prometheus-client's counters. A label has a bounded number of values; any o
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate
+from math import inf
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 PREFIX = "quire_"
@@ -85,27 +87,34 @@ class TenantCounter:
 class Histogram:
     """A histogram, exposed as `quire_{name}` with the bounds `exposed`; `finer` bounds are for quantiles only."""
 
-    __slots__ = ("_exposed", "_name", "_text", "bounds", "counts", "total")
+    __slots__ = ("_exemplars", "_exposed", "_name", "_text", "bounds", "counts", "total")
 
     def __init__(self, name: str, text: str, exposed: Iterable[float], finer: Iterable[float] = ()) -> None:
         self._name = name
         self._text = text
-        self._exposed = frozenset(exposed)
+        self._exposed = tuple(sorted(exposed))
+        self._exemplars: dict[float, Exemplar] = {}  # exposed bound -> the last traced value below it
         self.bounds = tuple(sorted({*self._exposed, *finer}))
         self.counts = [0] * (len(self.bounds) + 1)  # values up to each bound, then those above the last
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, trace_id: str = "") -> None:
+        """Count a value; `trace_id` names the trace of its request, if it is recorded."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+        if trace_id:
+            place = bisect_left(self._exposed, value)
+            bound = self._exposed[place] if place < len(self._exposed) else inf
+            self._exemplars[bound] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def family(self) -> HistogramMetricFamily:
-        up_to = list(accumulate(self.counts))
-        buckets = [
-            (floatToGoString(bound), count)  # type: ignore[no-untyped-call]
-            for bound, count in zip(self.bounds, up_to, strict=False)
-            if bound in self._exposed
-        ]
+        up_to = dict(zip((*self.bounds, inf), accumulate(self.counts), strict=True))
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for bound in (*self._exposed, inf):
+            label: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            exemplar = self._exemplars.get(bound)
+            bucket = label, up_to[bound]
+            buckets.append(bucket if exemplar is None else (*bucket, exemplar))
         family = HistogramMetricFamily(PREFIX + self._name, self._text)
-        family.add_metric([], [*buckets, ("+Inf", up_to[-1])], self.total)
+        family.add_metric([], buckets, self.total)
         return family

@@ -109,17 +109,17 @@ class PrometheusObserver:
         self.recent.append(Ended(time.time(), stats))
         self.prompt_tokens.value += stats.prompt_tokens
         self.request_prompt_tokens.observe(stats.prompt_tokens)
-        self.e2e_latency.observe(stats.e2e_s)
+        self.e2e_latency.observe(stats.e2e_s, stats.trace_id)
         if stats.time_to_first_token_s is not None:
-            self.time_to_first_token.observe(stats.time_to_first_token_s)
+            self.time_to_first_token.observe(stats.time_to_first_token_s, stats.trace_id)
         if stats.time_per_output_token_s is not None:
-            self.time_per_output_token.observe(stats.time_per_output_token_s)
+            self.time_per_output_token.observe(stats.time_per_output_token_s, stats.trace_id)
         if stats.finish_reason is not None:
             self.success.add(stats.finish_reason)
         if stats.error is not None:
             self.failures.add(stats.error.code.lower())
         if stats.usage is not None:
-            self._observe_usage(stats.usage)
+            self._observe_usage(stats.usage, stats.trace_id)
 
     def on_embedded(self, stats: EmbedStats) -> None:
         self.embed_requests.add(stats.kind)
@@ -139,13 +139,13 @@ class PrometheusObserver:
     def on_connection_refused(self, cause: RefusalCause) -> None:
         self.connections_refused.add(cause)
 
-    def _observe_usage(self, usage: Usage) -> None:
+    def _observe_usage(self, usage: Usage, trace_id: str) -> None:
         self.prompt_tokens_cached.value += usage.cached_tokens
         self.request_cached_tokens.observe(usage.cached_tokens)
         self.request_generation_tokens.observe(usage.completion_tokens)
-        self.queue_time.observe(usage.queue_ms / 1000)
-        self.prefill_time.observe(usage.prefill_ms / 1000)
-        self.decode_time.observe(usage.decode_ms / 1000)
+        self.queue_time.observe(usage.queue_ms / 1000, trace_id)
+        self.prefill_time.observe(usage.prefill_ms / 1000, trace_id)
+        self.decode_time.observe(usage.decode_ms / 1000, trace_id)
 
     def _make_counters(self) -> None:
         codes = sorted(error_codes())

@@ -38,7 +38,7 @@ from ...protocol.frames import (
 )
 from ...protocol.wire_errors import error_frame
 from ..app_context import AppContext
-from ..monitoring import CancelCause
+from ..monitoring import CancelCause, note_caller
 from ..requests.output_log import OutputLog
 from ..requests.output_reader import OutputReader, Pace
 from ..requests.request_log import quire_error
@@ -96,6 +96,7 @@ class RequestHandler:
         is_embedding = isinstance(frame, AskVectors | AskScores)
         if is_embedding and "embeddings" not in self._features:
             raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
+        note_caller("" if isinstance(frame, Resume | Tokenize) else frame.traceparent)
         with bound_contextvars(request=new_id()):
             if not self._accepts_id(request_id, needs_engine=is_embedding or isinstance(frame, Generate)):
                 return
@@ -180,13 +181,20 @@ class RequestHandler:
             ("images belong", "images", frame.images),
             ("model belongs", "models", frame.model),
         ):
-            if is_given and feature not in self._features:
-                raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
+            self._check_feature(field_belongs, feature, is_given=bool(is_given))
+        self._check_traceparent(frame)
+
+    def _check_traceparent(self, frame: Generate | AskVectors | AskScores) -> None:
+        self._check_feature("traceparent belongs", "trace", is_given=bool(frame.traceparent))
+
+    def _check_feature(self, field_belongs: str, feature: str, *, is_given: bool) -> None:
+        """Raise InvalidRequest for a given field of a feature that was not negotiated."""
+        if is_given and feature not in self._features:
+            raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
 
     def _check_models_feature(self, frame: AskVectors | AskScores | Tokenize) -> None:
         """Raise InvalidRequest for the name of a model without the feature."""
-        if frame.model and "models" not in self._features:
-            raise InvalidRequest("model belongs to the feature `models`, which HELLO did not request")
+        self._check_feature("model belongs", "models", is_given=bool(frame.model))
 
     def _generate(self, frame: Generate) -> OutputReader:
         """Submit the request, or find the earlier one with its key. Return its reader. Raises a refusal."""
@@ -218,6 +226,7 @@ class RequestHandler:
     def _embed(self, frame: AskVectors | AskScores) -> None:
         """Submit the texts. Raises a refusal."""
         self._check_models_feature(frame)
+        self._check_traceparent(frame)
         request = embed_request(frame, self.tenant.name, find_model(self._context.models, frame.model, "vectors"))
         live = self._context.requests.embed(self.tenant, frame.request_id, request)
         writer = FrameWriter(frame.request_id, self._send_buffer, self._features)

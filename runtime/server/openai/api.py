@@ -265,7 +265,7 @@ async def _send_file(file: PageFile, cycle: RequestCycle) -> None:
 
 
 async def _send_metrics(operators: OperatorServer, cycle: RequestCycle) -> None:
-    answer = await operators.metrics()
+    answer = await operators.metrics(cycle.headers.get("accept", b""))
     cycle.respond(HTTPAnswer(answer.status_code, answer.content, answer.media_type))
 
 

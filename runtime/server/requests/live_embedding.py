@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import copy_context
 from typing import Any, TypeVar
 
+from structlog.contextvars import bind_contextvars
+
 from ....scheduler import AdmissionEstimate
 from ...common.errors import Cancelled, QuireError
 from ...common.types import Usage
 from ...engine.facade import EmbeddedTexts, Embeddings
-from ..monitoring import CancelCause, PrometheusObserver, RequestStatus
+from ..monitoring import CancelCause, PrometheusObserver, RequestStatus, RequestTrace
 from ..tenancy.tenants import Tenant
 from .request_log import RequestLog
 
@@ -35,6 +37,7 @@ class LiveEmbedding:
         observer: PrometheusObserver,
         log: RequestLog,
         on_end: Callable[[LiveEmbedding], object],
+        trace: RequestTrace,
     ) -> None:
         self.prompt_tokens = 0  # tokens of the texts that were read
         self.on_accepted: Callable[[AdmissionEstimate], object] = lambda admission: None
@@ -45,7 +48,10 @@ class LiveEmbedding:
         self._observer = observer
         self._log = log
         self._on_end = on_end
+        self._trace = trace
         self._context = copy_context()
+        if trace.trace_id:
+            self._context.run(bind_contextvars, trace_id=trace.trace_id)
         self._cause: CancelCause | None = None
         self._waiting: asyncio.Future[Any] | None = None  # future that `chunks` waits for
         self._started = time.monotonic()
@@ -68,6 +74,7 @@ class LiveEmbedding:
             stream = await self._wait(submission)
             del submission  # the submission holds the texts
             self._is_accepted = True
+            self._trace.accept()
             self.on_accepted(stream.admission)
             async with contextlib.aclosing(aiter(stream)) as chunks:
                 while (chunk := await self._wait(anext(chunks, None))) is not None:
@@ -132,9 +139,14 @@ class LiveEmbedding:
             self._waiting = None
 
     def _log_end(self, failure: QuireError | None, usage: Usage | None) -> None:
+        code = None if failure is None else failure.code
         if failure is not None and not self._is_accepted and self._cause is None:
             self._log.refused(self._tenant.name, self._request_id, failure.code, failure.retry_after_ms)
         elif usage is not None:
             self._log.embedded(self._request_id, usage.prompt_tokens)
         else:
-            self._log.failed(self._request_id, None if failure is None else failure.code, self._cause, 0)
+            self._log.failed(self._request_id, code, self._cause, 0)
+        if usage is not None:
+            self._trace.finish(usage, None)
+        else:
+            self._trace.fail(code or self._cause)

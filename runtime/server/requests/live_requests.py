@@ -12,11 +12,22 @@ from contextvars import copy_context
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from msgspec import structs
+from structlog.contextvars import bind_contextvars
+
 from ...common.errors import Overloaded, QuireError, QuotaExceeded
 from ...common.types import OutputChunk
 from ...engine.facade import EmbedRequest, GenerateRequest, Generation
 from ..models.catalog import ModelCatalog
-from ..monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
+from ..monitoring import (
+    CancelCause,
+    PrometheusObserver,
+    RequestState,
+    RequestStatus,
+    RequestTrace,
+    SilentTracer,
+    Tracer,
+)
 from ..tenancy.tenant_bytes import EqualShares
 from ..tenancy.tenants import Tenant
 from .live_embedding import LiveEmbedding
@@ -31,11 +42,18 @@ FEWER = "send fewer prompts in one request"
 class LiveRequests:
     """The live requests of one server, oldest first."""
 
-    def __init__(self, models: ModelCatalog, observer: PrometheusObserver, texts: EqualShares) -> None:
+    def __init__(
+        self,
+        models: ModelCatalog,
+        observer: PrometheusObserver,
+        texts: EqualShares,
+        tracer: Tracer | None = None,
+    ) -> None:
         """`texts` limits the prompts that are being tokenized."""
         self.texts = texts
         self._models = models
         self._observer = observer
+        self._tracer = tracer or SilentTracer()
         self._all: dict[LiveRequest | LiveEmbedding, None] = {}
         self.log = RequestLog(observer)
 
@@ -61,34 +79,44 @@ class LiveRequests:
 
         Raises the refusal of `TenantBytes.reserve`, `Tenant.enter` or the engine; nothing is counted then.
         """
-        submission, release_text = self._enter(tenant, request, self._models.engine(request.model).submit)
-        live = LiveRequest(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
+        trace = self._tracer.begin(request)
+        if trace.trace_id:
+            request = structs.replace(request, trace_id=trace.trace_id)
+        submission, release_text = self._enter(tenant, request, self._models.engine(request.model).submit, trace)
+        live = LiveRequest(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop, trace)
         self._all[live] = None
         return live
 
     def embed(self, tenant: Tenant, request_id: int, request: EmbedRequest) -> LiveEmbedding:
         """Count the request for `tenant` and submit it; its texts count until its end. Raises as `submit`."""
-        submission, release_text = self._enter(tenant, request, self._models.engine(request.model).embed)
-        live = LiveEmbedding(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
+        trace = self._tracer.begin(request)
+        submission, release_text = self._enter(tenant, request, self._models.engine(request.model).embed, trace)
+        live = LiveEmbedding(
+            submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop, trace
+        )
         self._all[live] = None
         return live
 
     def _enter(
-        self, tenant: Tenant, request: R, submit: Callable[[R], Awaitable[T]]
+        self, tenant: Tenant, request: R, submit: Callable[[R], Awaitable[T]], trace: RequestTrace
     ) -> tuple[Awaitable[T], Callable[[], None]]:
         """Count the request and its text for `tenant`. Return the submission, and a function that releases the text."""
-        with self.reporting_refusals():
-            release_text = self.texts.of(tenant.name).reserve(request.text_bytes())
-            try:
-                tenant.enter()
-            except QuireError:
-                release_text()
-                raise
         try:
-            return submit(request), release_text
-        except BaseException:
-            release_text()
-            tenant.leave()
+            with self.reporting_refusals():
+                release_text = self.texts.of(tenant.name).reserve(request.text_bytes())
+                try:
+                    tenant.enter()
+                except QuireError:
+                    release_text()
+                    raise
+            try:
+                return submit(request), release_text
+            except BaseException:
+                release_text()
+                tenant.leave()
+                raise
+        except QuireError as error:
+            trace.fail(error.code)
             raise
 
     def replay(self, tenant: Tenant, request_id: int) -> None:
@@ -154,6 +182,7 @@ class LiveRequest:
         observer: PrometheusObserver,
         log: RequestLog,
         on_end: Callable[[LiveRequest], object],
+        trace: RequestTrace,
     ) -> None:
         self.reader: Reader | None = None
         self.prefill_watchers: set[Callable[[int, int], None]] = set()  # called with computed and prompt tokens
@@ -165,7 +194,10 @@ class LiveRequest:
         self._observer = observer
         self._log = log
         self._on_end = on_end
+        self._trace = trace
         self._context = copy_context()
+        if trace.trace_id:
+            self._context.run(bind_contextvars, trace_id=trace.trace_id)
         self._refusal: tuple[str, int | None] | None = None  # code, retry_after_ms
         self._cause: CancelCause | None = None
         self._started = time.monotonic()
@@ -176,6 +208,7 @@ class LiveRequest:
     def note_accepted(self, generation: Generation) -> None:
         """Take the engine's stream: the engine has accepted the request."""
         self._release_text()
+        self._trace.accept()
         self._generation = generation
         self._prompt_tokens = len(generation.prompt_token_ids)
         generation.watch_prefill(self._note_prefill)
@@ -231,14 +264,18 @@ class LiveRequest:
     def _log_end(self, outcome: OutputChunk | QuireError | None) -> None:
         if self._refusal is not None:
             self._log.refused(self._tenant.name, self.request_id, *self._refusal)
+            self._trace.fail(self._refusal[0])
         elif isinstance(outcome, OutputChunk) and not (
             self._cause == "shutdown" and outcome.finish_reason == "cancelled"
         ):
             self._log.ended(self.request_id, outcome)
+            if outcome.usage is not None:
+                self._trace.finish(outcome.usage, outcome.finish_reason)
         else:
             code = outcome.code if isinstance(outcome, QuireError) else None
             generated = 0 if self.reader is None else self.reader.generated
             self._log.failed(self.request_id, code, self._cause, generated)
+            self._trace.fail(code or self._cause)
 
     def _note_prefill(self, computed_tokens: int) -> None:
         self._prefilled = computed_tokens

@@ -390,8 +390,8 @@ def test_a_malformed_generate_fails_its_own_request_only(body: list[Any]) -> Non
         (["x", {"stop": [5]}], "params.stop[0]: expected str, got int"),
         (["x", {" - at `$[99]`": 1}], "params: object contains unknown field  - at $[99]"),
         (
-            ["x", {}, None, 0, None, None, None, None, False, None, None, [], "", [], "", 0],
-            "the frame: expected array of at most length 16, got 17",
+            ["x", {}, None, 0, None, None, None, None, False, None, None, [], "", [], "", "", 0],
+            "the frame: expected array of at most length 17, got 18",
         ),
     ],
 )

@@ -16,6 +16,7 @@ from quire.runtime.engine.facade import EmbeddedTexts
 from quire.runtime.protocol.frames import Done, Scores, Vectors
 from quire.runtime.protocol.wire_errors import error_frame
 from quire.runtime.server.http.fields import Fields
+from quire.runtime.server.monitoring.traces import NO_TRACE
 from quire.runtime.server.msgpack.frame_writer import FrameWriter
 from quire.runtime.server.msgpack.vector_stream import FRAME_BYTES, SCORE_BYTES, VALUE_BYTES, VectorStream
 from quire.runtime.server.openai.embeddings import embedding_call, rerank_call, score_call
@@ -168,7 +169,7 @@ async def test_the_tokens_of_texts_are_counted_for_their_tenant(error: Exception
 
     left: list[Any] = []
     log = Mock()
-    live = LiveEmbedding(submit(), Mock(), tenant_that(left), 3, Mock(), log, Mock())
+    live = LiveEmbedding(submit(), Mock(), tenant_that(left), 3, Mock(), log, Mock(), NO_TRACE)
     with pytest.raises(GenerationFailed) if error is not None else contextlib.nullcontext():
         assert [chunk.first_index async for chunk in live.chunks()] == [0, 4]
     assert [None if usage is None else usage.prompt_tokens for usage in left] == [counted]
@@ -187,7 +188,7 @@ async def test_a_request_shows_how_far_it_is_and_ends_between_two_chunks() -> No
 
     observer = Mock()
     log = Mock()
-    live = LiveEmbedding(submit(), Mock(), tenant_that([]), 3, observer, log, Mock())
+    live = LiveEmbedding(submit(), Mock(), tenant_that([]), 3, observer, log, Mock(), NO_TRACE)
     assert (live.status().state, live.status().prefilled) == ("queued", 0)
     chunks = live.chunks()
     await anext(chunks)
