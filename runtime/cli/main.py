@@ -36,6 +36,7 @@ FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> flags here
     "--tensor-parallel-size": ("--threads", "--engine-processes"),
 }
 
+BARE_FLAGS = {"--ollama-port": "11434"}  # a flag that may have no value -> its value then
 COMMANDS_ELSEWHERE = {  # a command of other servers -> the command here
     "ls": "`quire list` lists the models that are downloaded, `quire models` what is supported",
     "download": "`quire pull ORGANIZATION/NAME` downloads a model",
@@ -73,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             with quick_imports():
                 command, bound, _ = app.parse_args(
-                    _with_standard_input(arguments), exit_on_error=False, print_error=False
+                    _with_standard_input(_with_values(arguments)), exit_on_error=False, print_error=False
                 )
             if signal.getsignal(signal.SIGINT) is leave:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,6 +98,15 @@ def run(arguments: Sequence[str]) -> int:
         _discard(sys.stdout)
         return 1
     return 0
+
+
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the values of `BARE_FLAGS` that are last, or before another flag."""
+    given: list[str] = []
+    for name, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        is_bare = name in BARE_FLAGS and following.startswith("--") and "--" not in given
+        given += [name, BARE_FLAGS[name]] if is_bare else [name]
+    return given
 
 
 def _with_standard_input(arguments: Sequence[str]) -> list[str]:

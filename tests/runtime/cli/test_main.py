@@ -167,6 +167,8 @@ def test_a_hyphen_is_an_argument_or_the_value_of_its_flag(given: str, taken: str
     [
         ("loadtest --report - --num-prompts 1", "--report -: the name must end in .html"),
         ("serve --port -", "--port must be a whole number from 0 to 65535, not '-'"),
+        ("serve --ollama-port --port -", "--port must be a whole number from 0 to 65535, not '-'"),
+        ("serve --ollama-port -", "--ollama-port must be a whole number from 0 to 65535, not '-'"),
     ],
 )
 def test_a_hyphen_as_a_wrong_value_is_refused(command: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
