@@ -153,8 +153,8 @@ MUTANTS = [
     ),
     Mutant(
         METRICS,
-        "self.queue_time.observe(usage.queue_ms / 1000)",
-        "self.queue_time.observe(usage.queue_ms)",
+        "self.queue_time.observe(usage.queue_ms / 1000, trace_id)",
+        "self.queue_time.observe(usage.queue_ms, trace_id)",
         "the queue time is in milliseconds under a name in seconds",
         MONITORING_TESTS,
     ),

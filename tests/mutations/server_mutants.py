@@ -121,8 +121,8 @@ MUTANTS = [
     ),
     Mutant(
         LIVE,
-        "            release_text()\n            tenant.leave()\n            raise",
-        "            release_text()\n            raise",
+        "                release_text()\n                tenant.leave()\n                raise",
+        "                release_text()\n                raise",
         "a refused submit leaks the tenant's concurrency until the tenant is locked out",
     ),
     Mutant(
@@ -576,8 +576,8 @@ MUTANTS = [
     ),
     Mutant(
         HTTP,
-        "        text.append(generate_latest(_Families([family])))\n        await asyncio.sleep(0)\n",
-        "        text.append(generate_latest(_Families([family])))\n",
+        "        yield render(_Families([family]))\n        await asyncio.sleep(0)\n",
+        "        yield render(_Families([family]))\n",
         "rendering the metrics delays all clients",
         OPERATORS,
     ),
@@ -1251,15 +1251,15 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/requests/live_requests.py",
-        "            except QuireError:\n                release_text()\n                raise\n",
-        "            except QuireError:\n                raise\n",
+        "                except QuireError:\n                    release_text()\n                    raise\n",
+        "                except QuireError:\n                    raise\n",
         "a request refused for its tenant's limit keeps its share of the memory for texts",
         "tests/runtime/server/requests/test_live_requests.py",
     ),
     Mutant(
         "runtime/server/requests/live_requests.py",
-        "        except BaseException:\n            release_text()\n            tenant.leave()\n            raise\n",
-        "        except BaseException:\n            release_text()\n            raise\n",
+        "            except BaseException:\n                release_text()\n                tenant.leave()\n                raise\n",
+        "            except BaseException:\n                release_text()\n                raise\n",
         "a request that the engine refuses counts for its tenant for ever",
         "tests/runtime/server/requests/test_live_requests.py",
     ),

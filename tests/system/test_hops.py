@@ -10,7 +10,7 @@ from tests.support.trips import Trip, measure_trips
 
 MOST_HOPS = {
     "frame to queue": 50,
-    "chat to engine": 41,
+    "chat to engine": 42,
     "chat to queue": 106,
     "token to frame": 16,
     "token to event": 17,

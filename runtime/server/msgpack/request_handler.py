@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -172,33 +172,24 @@ class RequestHandler:
 
     # Requests
 
-    def _check_features(self, frame: Generate) -> None:
-        """Raise InvalidRequest for a field of a feature that was not negotiated."""
-        for field_belongs, feature, is_given in (
-            ("chat belongs", "tools", frame.chat is not None),
-            ("generated belongs", "continue", frame.generated is not None or frame.ended),
-            ("prompt_cache_key belongs", "cache_key", frame.prompt_cache_key),
-            ("images belong", "images", frame.images),
-            ("model belongs", "models", frame.model),
-        ):
-            self._check_feature(field_belongs, feature, is_given=bool(is_given))
-        self._check_traceparent(frame)
-
-    def _check_traceparent(self, frame: Generate | AskVectors | AskScores) -> None:
-        self._check_feature("traceparent belongs", "trace", is_given=bool(frame.traceparent))
-
-    def _check_feature(self, field_belongs: str, feature: str, *, is_given: bool) -> None:
+    def _check_features(self, fields: Iterable[tuple[str, str, object]]) -> None:
         """Raise InvalidRequest for a given field of a feature that was not negotiated."""
-        if is_given and feature not in self._features:
-            raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
-
-    def _check_models_feature(self, frame: AskVectors | AskScores | Tokenize) -> None:
-        """Raise InvalidRequest for the name of a model without the feature."""
-        self._check_feature("model belongs", "models", is_given=bool(frame.model))
+        for field_belongs, feature, is_given in fields:
+            if is_given and feature not in self._features:
+                raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
 
     def _generate(self, frame: Generate) -> OutputReader:
         """Submit the request, or find the earlier one with its key. Return its reader. Raises a refusal."""
-        self._check_features(frame)
+        self._check_features(
+            (
+                ("chat belongs", "tools", frame.chat is not None),
+                ("generated belongs", "continue", frame.generated is not None or frame.ended),
+                ("prompt_cache_key belongs", "cache_key", frame.prompt_cache_key),
+                ("images belong", "images", frame.images),
+                ("model belongs", "models", frame.model),
+                ("traceparent belongs", "trace", frame.traceparent),
+            )
+        )
         context = self._context
         request_id = frame.request_id
         request = engine_request(frame, self.tenant.name, find_model(context.models, frame.model, "text"))
@@ -225,8 +216,9 @@ class RequestHandler:
 
     def _embed(self, frame: AskVectors | AskScores) -> None:
         """Submit the texts. Raises a refusal."""
-        self._check_models_feature(frame)
-        self._check_traceparent(frame)
+        self._check_features(
+            (("model belongs", "models", frame.model), ("traceparent belongs", "trace", frame.traceparent))
+        )
         request = embed_request(frame, self.tenant.name, find_model(self._context.models, frame.model, "vectors"))
         live = self._context.requests.embed(self.tenant, frame.request_id, request)
         writer = FrameWriter(frame.request_id, self._send_buffer, self._features)
@@ -246,7 +238,7 @@ class RequestHandler:
             return
 
         async def tokenized() -> Tokenized:
-            self._check_models_feature(frame)
+            self._check_features([("model belongs", "models", frame.model)])
             model = find_model(self._context.models, frame.model, "text" if not frame.model else "any")
             token_ids = await model.model.engine.tokenize(
                 frame.text, frame.add_special_tokens, tenant=self.tenant.name, of_encoder=model.is_encoder
