@@ -5,6 +5,8 @@ from mutant import Mutant
 TESTS = "tests/system/test_page_markdown.py"
 SEARCHING = "tests/system/test_page_search.py"
 CHATTING = "tests/system/test_chat_page.py"
+MODELS = "tests/system/test_page_models.py"
+TOOLS = "tests/system/test_page_tools.py"
 EMBEDDINGS = "tests/system/test_embeddings.py"
 DEFAULTS = "tests/runtime/common/test_default_sampling.py"
 PAGE = "runtime/server/openai/page"
@@ -150,8 +152,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{PAGE}/chat.js",
-        'if (!served.can("chat")) conversations',
-        "if (false) conversations",
+        'if (!served.can("chat") && !current.turns.length)',
+        "if (false)",
         "a model without a chat template answers with an error",
         CHATTING,
     ),
@@ -175,6 +177,27 @@ MUTANTS = [
         "true;",
         "JSON and continued texts lose their asterisks",
         CHATTING,
+    ),
+    Mutant(
+        f"{PAGE}/conversations.js",
+        "results.length ? calls : []",
+        "calls",
+        "a question after calls without results is refused",
+        TOOLS,
+    ),
+    Mutant(
+        f"{PAGE}/api.js",
+        "page.sampling[id] ?? {}",
+        "Object.values(page.sampling)[0]",
+        "every model is asked with the first one's sampling",
+        MODELS,
+    ),
+    Mutant(
+        f"{PAGE}/chat.js",
+        "find(({ name }) => name === current.settings.model)",
+        "find(() => false)",
+        "every conversation has the first model",
+        MODELS,
     ),
     Mutant(
         f"{PAGE}/view.js",

@@ -505,6 +505,7 @@ async def test_reasoning_is_set_apart(serving: Callable[..., Any], open_tab: Ope
         await tab.until(IS_DONE)
         assert await tab.evaluate("document.querySelector('.reasoning').lastChild.textContent.trim()") == "Hm."
         assert await tab.text(".answer") == "Hello."
+        assert not await tab.evaluate("document.querySelector('.reasoning').open")
 
 
 @needs_chromium

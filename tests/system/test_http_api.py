@@ -192,7 +192,7 @@ async def test_a_model_says_what_applies_where_a_request_says_nothing(system: An
         cards.append((await ask(system, "/v1/models/quire", method="GET")).json["default_sampling_params"])
         page.append((await ask(system, "/settings.json", method="GET")).json)
     assert cards == [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 20}]
-    assert page == [{"sampling": {"temperature": 0.8, "min_p": 0.05}}, {"sampling": {}}]
+    assert page == [{"sampling": {"quire": {"temperature": 0.8, "min_p": 0.05}}}, {"sampling": {"quire": {}}}]
 
 
 async def test_a_chat_fills_the_context_unless_limited(system: Any) -> None:

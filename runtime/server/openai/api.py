@@ -251,8 +251,10 @@ class OpenAIDoor:
         return {**card, "id": name, **root}
 
     async def _page_settings(self, cycle: RequestCycle) -> None:
-        """Answer with the sampling parameters that the page sends unless its user sets others."""
-        cycle.respond(_json({"sampling": page_sampling(self._models.default("text").info.default_sampling)}))
+        """Answer with the sampling parameters that the page sends to each model unless its user sets others."""
+        found = [(name, self._models.find(name)) for name in self._models.names]
+        sampling = {name: page_sampling(model.info.default_sampling) for name, model in found if model is not None}
+        cycle.respond(_json({"sampling": sampling}))
 
 
 def _read_call(endpoint: Endpoint, fields: Fields, model: ModelName, tenant: str) -> tuple[ToStore | None, Call]:

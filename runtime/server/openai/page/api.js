@@ -14,20 +14,22 @@ export class ApiError extends Error {
   }
 }
 
-// Return what the server has: a model that generates text, one that ranks texts or labels them, or both; else null.
+// Return the models that generate text, maybe none, and one that ranks texts or labels them, or null.
+// state: "ready", or why a request to the model waits.
 // pageSampling: what the page sends unless its reader sets others. defaultSampling: what applies to other requests.
 export async function servedModels() {
   const [cards, page] = await Promise.all(["v1/models", "settings.json"].map(async (path) => (await request(path, {})).json()));
-  const models = cards.data.map(({ id, capabilities, input_modalities: inputs = [], default_sampling_params: sampling = {}, prompt_names: prompts = [] }) => ({
+  const models = cards.data.map(({ id, capabilities, state = "ready", adapter = { loaded: true }, input_modalities: inputs = [], default_sampling_params: sampling = {}, prompt_names: prompts = [] }) => ({
     name: id,
+    state: state === "ready" && !adapter.loaded ? "unloaded" : state,
     can: (what) => capabilities.includes(what),
     takesImages: inputs.includes("image"),
     defaultSampling: sampling,
-    pageSampling: page.sampling,
+    pageSampling: page.sampling[id] ?? {},
     prompts,
   }));
   return {
-    generator: models.find(({ can }) => can("completion")) ?? null,
+    generators: models.filter(({ can }) => can("completion")),
     encoder: models.find(({ can }) => can("rerank") || can("classify")) ?? null,
   };
 }

@@ -8,6 +8,7 @@ import { TurnView, picture } from "./turn_view.js";
 import { conversationItem, settingFields } from "./view.js";
 
 const DRAW_EVERY_MS = 60;
+const WATCH_EVERY_MS = 5000; // pause between two looks at the states of several models
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const PROMPTS = [
   "What is a queue?",
@@ -35,7 +36,8 @@ const OTHER_KEYS = [
 
 const $ = (id) => document.getElementById(id);
 
-let served = null; // the model that generates text; null until the server has said it
+let generators = []; // models that generate text; none until the server has said them
+let served = null; // the model of the current conversation, one of them
 let conversations = load();
 let current = conversations[0] ?? new Conversation();
 let showsTokens = false;
@@ -48,7 +50,7 @@ function open(conversation) {
   if (!conversations.includes(conversation)) conversations.unshift(conversation);
   current = conversation;
   compose(current.draft);
-  drawSettings();
+  useModel();
   $("log").replaceChildren();
   drawn.clear();
   draw();
@@ -90,6 +92,11 @@ async function ask(asking) {
   const { state, numTokens } = asked.turns.at(-1).answer;
   if (asked === current) $("announcement").textContent = `The answer is ${state}: ${numTokens} tokens.`;
   save(conversations);
+  watchModels(); // the request may have loaded its model
+}
+
+function giveResults(results) {
+  if (served && !current.live) ask({ question: "", images: [], results });
 }
 
 function retry() {
@@ -163,12 +170,14 @@ function drawAttached() {
 
 async function connect() {
   try {
-    const { generator, encoder } = await servedModels();
-    $("model").textContent = (generator ?? encoder).name;
+    const { encoder, ...found } = await servedModels();
+    ({ generators } = found);
+    const isBoth = generators.length > 0 && encoder !== null;
+    $("model").textContent = [generators[0], encoder].filter((each) => each).map(({ name }) => name).filter(isFirst).join(", ");
     if (encoder) new Search(encoder, askForKey);
-    for (const id of ["show-chat", "show-search"]) $(id).hidden = !(generator && encoder);
-    served = generator;
-    if (generator) useModel(encoder);
+    for (const id of ["show-chat", "show-search"]) $(id).hidden = !isBoth;
+    drawModels();
+    if (generators.length) useModel();
     else show("search");
   } catch (error) {
     $("model").textContent = error.message;
@@ -178,16 +187,46 @@ async function connect() {
   draw();
 }
 
-// Without a chat template, conversations that begin continue a text.
-function useModel(encoder) {
-  const isNew = ({ turns, settings }) => !turns.length && settings.mode === "chat";
-  if (!served.can("chat")) conversations.filter(isNew).forEach(({ settings }) => (settings.mode = "text"));
-  if (encoder && encoder.name !== served.name) $("model").textContent += `, ${encoder.name}`;
+const isFirst = (name, index, names) => names.indexOf(name) === index;
+
+// Show the states of several models. The picked one is the conversation's.
+function drawModels() {
+  $("models").hidden = generators.length < 2;
+  $("model").hidden = generators.length > 1;
+  showChildren($("models"), generators.map(({ name, state }, index) => {
+    const option = $("models").children[index] ?? element("option");
+    return Object.assign(option, { value: name, textContent: state === "ready" ? name : `${name} (${state})` });
+  }));
+}
+
+async function watchModels() {
+  if (document.hidden || generators.length < 2) return;
+  const found = await servedModels().catch(() => null); // the next answer says what the matter is
+  if (!found?.generators.length) return;
+  ({ generators } = found);
+  drawModels();
+  chooseModel();
+}
+
+// Choose the model of the current conversation. Without a chat template, a conversation that begins continues a text.
+function chooseModel() {
+  served = generators.find(({ name }) => name === current.settings.model) ?? generators[0] ?? null;
+  if (!served) return;
+  $("models").value = served.name;
+  if (!served.can("chat") && !current.turns.length) current.settings.mode = "text";
+}
+
+function useModel() {
+  chooseModel();
+  if (served) noteDefaults();
+  drawSettings();
+}
+
+function noteDefaults() {
   const sent = Object.entries(served.pageSampling).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
   $("defaults-note").textContent = sent.length
     ? `The model recommends no sampling: where the fields are empty, this page sends ${sent.join(" and ")}.`
     : "An empty field leaves the choice to the server, which takes the values in gray.";
-  drawSettings();
 }
 
 function show(view) {
@@ -255,7 +294,7 @@ function drawTurns() {
     const isLast = turn === current.turns.at(-1);
     const before = drawn.get(turn);
     if (before?.version === turn.answer.version && before.isLast === isLast) return before.view.element;
-    const view = before?.view ?? new TurnView(turn, { retry, edit });
+    const view = before?.view ?? new TurnView(turn, { retry, edit, giveResults });
     view.update({ showsTokens, isLast });
     drawn.set(turn, { view, version: turn.answer.version, isLast });
     return view.element;
@@ -324,6 +363,11 @@ $("composer").onsubmit = (event) => {
 };
 $("stop").onclick = () => current.stop();
 $("new").onclick = () => open(new Conversation(current.settings));
+$("models").onchange = () => {
+  current.settings.model = $("models").value;
+  useModel();
+  draw();
+};
 $("show-chat").onclick = () => show("chat");
 $("show-search").onclick = () => show("search");
 $("raw").onclick = toggleTokens;
@@ -340,11 +384,13 @@ document.onkeydown = (event) => {
   const [, , , act] = shortcut;
   act();
 };
+document.onvisibilitychange = watchModels;
 window.onbeforeunload = () => conversations.forEach((each) => each.stop()); // stopped answers do not count as failed
 window.onpagehide = () => save(conversations);
 
 $("shortcuts").append(...[...OTHER_KEYS, ...SHORTCUTS.map(([keys, , does]) => [keys, does])].map(([keys, does]) =>
   element("div", {}, element("dt", {}, element("kbd", {}, keys)), element("dd", {}, does))));
 drawSettings();
+setInterval(watchModels, WATCH_EVERY_MS);
 $("fields").addEventListener("input", drawAttached); // the mode has changed
 connect();

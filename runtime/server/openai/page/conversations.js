@@ -9,6 +9,14 @@ const MAX_SEED = 2 ** 32;
 
 const lines = (text) => text.split("\n").filter((line) => line);
 
+function parsed(text, label) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new ApiError(`${label}: ${error.message}`);
+  }
+}
+
 // What can be set. `kind` is number, text (several lines), check, or a list of choices. `fields` returns the fields
 // of the request, from a value that is not empty.
 export const SETTINGS = [
@@ -24,6 +32,7 @@ export const SETTINGS = [
   { name: "frequency_penalty", label: "Frequency penalty", kind: "number", step: 0.1, min: -2 },
   { name: "seed", label: "Seed", kind: "number", step: 1, note: "empty: another one for each answer" },
   { name: "stop", label: "Stop texts, one per line", kind: "text", fields: (text) => ({ stop: lines(text) }) },
+  { name: "tools", label: "Tools, a JSON list", kind: "text", note: "in OpenAI's form; you write their results", fields: () => ({}) },
   { name: "format", label: "Format", kind: ["any text", "JSON object"], fields: (format) => (format === "JSON object" ? { response_format: { type: "json_object" } } : {}) },
   { name: "logprobs", label: "Ask for probabilities of tokens", kind: "check", fields: () => ({}) },
 ];
@@ -37,6 +46,7 @@ const samplingOf = (body) => Object.fromEntries(SAMPLING.filter((name) => name i
 export class Answer {
   text = "";
   reasoning = "";
+  calls = []; // calls of tools: {id, name, arguments}
   tokens = []; // {text, bytes, logprob, top: [{text, logprob}]}, if the request asks for probabilities
   pieces = 0; // events with text
   state = "waiting"; // "waiting", then "streaming"; at the end "done", "stopped" or "failed"
@@ -74,6 +84,7 @@ export class Answer {
       const reasoning = choice.delta?.reasoning_content ?? "";
       this.text += text;
       this.reasoning += reasoning;
+      for (const piece of choice.delta?.tool_calls ?? []) this.#takeCall(piece);
       this.tokens.push(...tokensOf(choice.logprobs));
       this.finishReason = choice.finish_reason ?? this.finishReason;
       if (text || reasoning) {
@@ -82,6 +93,15 @@ export class Answer {
         this.state = "streaming";
       }
     }
+  }
+
+  #takeCall({ index, id = "", function: { name = "", arguments: given = "" } }) {
+    const call = (this.calls[index] ??= { id: "", name: "", arguments: "" });
+    call.id += id;
+    call.name += name;
+    call.arguments += given;
+    this.firstMs ??= performance.now();
+    this.state = "streaming";
   }
 
   end(state, problem = "") {
@@ -109,7 +129,7 @@ function tokensOf(logprobs) {
 export class Conversation {
   draft = ""; // the text of the composer
   images = []; // images of the composer: {name, url}, with a data URL; "" if the tab's storage could not keep it
-  turns = []; // {question, images, answer}
+  turns = []; // {question, images, results, answer}; results of the last answer's calls instead of a question: {id, name, content}
   #abort = null; // stops the live answer
 
   constructor(settings = DEFAULTS, turns = []) {
@@ -129,17 +149,17 @@ export class Conversation {
   }
 
   // Ask the served model, and return when the answer has ended, however it did. `changed` is called after every change.
-  async ask({ question, images }, served, changed) {
+  async ask({ question, images, results = [] }, served, changed) {
     const answer = new Answer();
-    this.turns.push({ question, images, answer });
+    this.turns.push({ question, images, results, answer });
     answer.seed = this.settings.seed === "" ? Math.floor(Math.random() * MAX_SEED) : Number(this.settings.seed);
     answer.startedMs = performance.now();
-    const { path, body } = this.#request(served, answer.seed);
-    answer.sampling = samplingOf({ ...served.defaultSampling, ...body });
-    answer.isMarkdown = this.settings.mode === "chat" && !body.response_format;
     this.#abort = new AbortController();
     changed();
     try {
+      const { path, body } = this.#request(served, answer.seed);
+      answer.sampling = samplingOf({ ...served.defaultSampling, ...body });
+      answer.isMarkdown = this.settings.mode === "chat" && !body.response_format;
       for await (const event of stream(path, body, this.#abort.signal)) {
         answer.take(event);
         changed();
@@ -178,6 +198,7 @@ export class Conversation {
     body.seed = seed;
     if (isChat) {
       body.messages = this.#messages();
+      if (this.settings.tools.trim()) body.tools = parsed(this.settings.tools, "Tools");
       if (this.settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP_LOGPROBS });
       return { path: "v1/chat/completions", body };
     }
@@ -188,13 +209,30 @@ export class Conversation {
   }
 
   #messages() {
-    const messages = this.settings.system ? [{ role: "system", content: this.settings.system }] : [];
-    for (const { question, images, answer } of this.turns) { // turns without an answer are left out, except the last
-      if (answer.text || answer.isLive) messages.push({ role: "user", content: contentOf(question, images) });
-      if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    const messages = [];
+    let results = []; // results of the following turn, without which calls are left out
+    for (const turn of this.turns.toReversed()) {
+      const { text, calls, isLive } = turn.answer;
+      const answered = results.length ? calls : [];
+      if (!(text || answered.length || isLive)) continue; // turns without an answer are left out, except the last
+      if (text || answered.length) messages.unshift(answerMessage(text, answered));
+      messages.unshift(...askingMessages(turn));
+      ({ results } = turn);
     }
+    if (this.settings.system) messages.unshift({ role: "system", content: this.settings.system });
     return messages;
   }
+}
+
+function answerMessage(content, calls) {
+  const message = { role: "assistant", content };
+  if (calls.length) message.tool_calls = calls.map(({ id, ...called }) => ({ id, type: "function", function: called }));
+  return message;
+}
+
+function askingMessages({ question, images, results }) {
+  if (!results.length) return [{ role: "user", content: contentOf(question, images) }];
+  return results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
 }
 
 // Return the content of a message: text, or parts with the images first.
@@ -217,7 +255,7 @@ const namesOnly = (images) => images.map(({ name }) => ({ name, url: "" }));
 function isStored(conversations, kept) {
   const stored = conversations.map(({ settings, turns }) => ({
     settings,
-    turns: turns.map(({ question, images, answer }) => ({ question, images: kept(images), answer: { ...answer, tokens: [] } })),
+    turns: turns.map(({ images, answer, ...asked }) => ({ ...asked, images: kept(images), answer: { ...answer, tokens: [] } })),
   }));
   try {
     sessionStorage.setItem(STORED, JSON.stringify(stored));
@@ -232,8 +270,8 @@ export function load() {
   return kept.map(({ settings, turns }) => new Conversation({ ...DEFAULTS, ...settings }, turns.map(restoredTurn)));
 }
 
-function restoredTurn({ question, images, answer }) {
+function restoredTurn({ question, images, results = [], answer }) {
   const restored = Object.assign(new Answer(), answer);
   if (restored.isLive) Object.assign(restored, { state: "stopped", endedMs: restored.firstMs }); // the page was left
-  return { question, images, answer: restored };
+  return { question, images, results, answer: restored };
 }

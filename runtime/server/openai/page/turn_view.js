@@ -12,17 +12,22 @@ export class TurnView {
   #reasoning = element("details", { className: "reasoning", open: true }, element("summary", {}, "Reasoning"), "");
   #text = null; // draws the answer as text or Markdown
   #tokens = null; // draws its tokens
+  #calls = []; // one section for each call
+  #callForm = null; // the results of the calls, as they are written
   #facts = element("span", { className: "facts" });
   #foot = element("footer");
   #buttons;
   #copy;
+  #giveResults;
 
-  constructor(turn, { retry, edit }) {
+  constructor(turn, { retry, edit, giveResults }) {
     this.#turn = turn;
-    const { question, images, answer } = turn;
+    this.#giveResults = giveResults;
+    const { question, images, results, answer } = turn;
     this.element = element("article");
     this.#asked = element("div", { className: "question" }, question);
     if (images.length) this.#asked.prepend(element("ul", { className: "pictures" }, ...images.map((image) => picture(image))));
+    for (const { name, content } of results) this.#asked.append(element("div", {}, element("b", {}, `${name}: `), content));
     this.#copy = copyButton(() => answer.text, "Copy the answer as the model wrote it");
     this.#buttons = [
       element("button", { type: "button", className: "retry", title: "Ask again (Alt R)", onclick: retry }, "Retry"),
@@ -39,6 +44,7 @@ export class TurnView {
     if (showsTokens && !answer.tokens.length && answer.text) {
       shown.push(element("p", { className: "note" }, "No probabilities: they were not asked for, or the page was loaded again."));
     }
+    if (answer.calls.length) shown.push(...this.#updateCalls(answer, isLast));
     if (answer.problem) shown.push(element("p", { className: "problem", role: "alert" }, answer.problem));
     shown.push(this.#updateFoot(answer, isLast));
     if (answer.usage) shown.push(timeBar(answer));
@@ -67,12 +73,40 @@ export class TurnView {
     return this.#tokens.element;
   }
 
+  // Each call as the model writes it. The last answer, once it is whole, takes the results.
+  #updateCalls({ calls, isLive }, isLast) {
+    calls.forEach(({ name, arguments: given }, index) => {
+      this.#calls[index] ??= element("pre", { className: "call" }, element("b"), "");
+      const [shownName, shown] = this.#calls[index].childNodes;
+      shownName.textContent = name;
+      shown.textContent = ` ${given}`;
+    });
+    if (!isLast || isLive) return this.#calls;
+    this.#callForm ??= callForm(calls, this.#giveResults);
+    return [...this.#calls, this.#callForm];
+  }
+
   #updateFoot(answer, isLast) {
     this.#facts.textContent = facts(answer);
     const buttons = answer.isLive ? [] : [...(answer.text ? [this.#copy] : []), ...(isLast ? this.#buttons : [])];
     showChildren(this.#foot, [this.#facts, ...buttons]);
     return this.#foot;
   }
+}
+
+// Return a form with a field for the result of each call.
+function callForm(calls, giveResults) {
+  const fields = calls.map(({ name }) => {
+    const field = element("textarea", { rows: 1, placeholder: `Result of ${name}` });
+    field.setAttribute("aria-label", field.placeholder);
+    return field;
+  });
+  const form = element("form", { className: "results" }, ...fields, element("button", { className: "main" }, "Give results"));
+  form.onsubmit = (event) => {
+    event.preventDefault();
+    giveResults(calls.map(({ id, name }, index) => ({ id, name, content: fields[index].value })));
+  };
+  return form;
 }
 
 // A text as the model wrote it.
