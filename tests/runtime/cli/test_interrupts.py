@@ -29,7 +29,7 @@ async def test_a_signal_while_the_model_loads_ends_the_start(
     left = asyncio.Event()
 
     @asynccontextmanager
-    async def loading(_: Any) -> AsyncIterator[None]:
+    async def loading(*_: Any) -> AsyncIterator[None]:
         signal.raise_signal(number)
         try:
             await asyncio.Event().wait()
