@@ -289,6 +289,9 @@ class Scheduler:
             recomputed_tokens=self._committer.recomputed_tokens,
             draft_tokens=self._speculator.num_draft_tokens,
             accepted_draft_tokens=self._speculator.num_accepted_tokens,
+            drafted_by_source=dict(self._speculator.drafted),
+            accepted_by_source=dict(self._speculator.accepted),
+            accepted_by_position={str(at): count for at, count in self._speculator.accepted_at.items()},
             steps_over_itl_target=self._planner.num_itl_overruns,
             encoder=self._encoder.stats(),
         )

@@ -10,6 +10,7 @@ so no draft is made. Tokens that a grammar forces are drafts, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from .acceptance import DRAFTER_MEMORY, INITIAL_ACCEPTANCE, AcceptanceRate, DraftLengths
@@ -23,7 +24,7 @@ MARGIN = 1.25  # factor of the cost of draft tokens that may be wrong
 FORCED_MARGIN = 1.0  # the same for tokens that a grammar forces
 PAUSE_MEMORY = 0.9  # weight of the earlier average of the time between two steps, per step
 FORCED_ACCEPTANCE = 0.9  # acceptance rate of forced tokens: the model may tokenize the same text differently
-NO_DRAFTER = -1
+NO_DRAFTER = -1  # drafter of tokens that a grammar or the client forces
 
 
 class DraftRecord:
@@ -55,14 +56,20 @@ class Speculator:
         """See `SchedulerConfig` for `draft_cost` and `draft_reads_steps`."""
         self.num_draft_tokens = 0  # verified since the start
         self.num_accepted_tokens = 0
+        self.drafted: Counter[str] = Counter()  # the same by the source of the draft
+        self.accepted: Counter[str] = Counter()
+        self.accepted_at: Counter[int] = Counter()  # accepted tokens of drafters by their position in the draft
         self._cost = cost
         self._page_size = page_size
         self._num_tokens = num_tokens
         self._max_rows = max_rows
         self._drafters: tuple[Drafter, ...] = (PromptLookup(), SuffixLookup())
         self._model = None if draft_cost is None else DraftModel(cost, draft_cost, draft_reads_steps)
+        sources = ["prompt", "suffix"]
         if self._model is not None:
             self._drafters = (*self._drafters, self._model)
+            sources.append("head" if draft_reads_steps else "model")
+        self._sources = (*sources, "forced")  # names of the drafters, then of NO_DRAFTER
         self._rates = tuple(AcceptanceRate(memory=DRAFTER_MEMORY) for _ in self._drafters)  # averages over all requests
         self._records: dict[int, DraftRecord] = {}  # request id -> record, from the first draft to the request's end
         self._pause_s = 0.0  # average pause between two steps, which a saved step saves as well
@@ -210,7 +217,12 @@ class Speculator:
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         record = self._records.get(request.request_id)
+        if drafted:
+            source = self._sources[NO_DRAFTER if record is None else record.drafter]
+            self.drafted[source] += drafted
+            self.accepted[source] += accepted
         if record is not None and record.drafter != NO_DRAFTER:
+            self.accepted_at.update(range(accepted))
             record.rates[record.drafter].note(drafted, accepted)
             self._rates[record.drafter].note(drafted, accepted)
             record.drafter = NO_DRAFTER

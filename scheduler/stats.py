@@ -38,5 +38,8 @@ class SchedulerStats:
     recomputed_tokens: int  # tokens computed again after a preemption
     draft_tokens: int  # verified draft tokens
     accepted_draft_tokens: int
+    drafted_by_source: dict[str, int]  # keys: prompt, suffix, model, head, forced
+    accepted_by_source: dict[str, int]
+    accepted_by_position: dict[str, int]  # accepted tokens of drafters by their position in the draft, from 0
     steps_over_itl_target: int  # steps whose decoding alone was predicted to exceed the latency target
     encoder: EncoderStats = field(default_factory=EncoderStats)

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..common.errors import ModelError, UnsupportedModel
 from ..engine import TextProcessor
 from ..engine.facade import NO_TEMPLATE
-from ..model import DecoderSpec, model_name, model_path, open_tensors, projectors, read_spec, weights_text
+from ..model import DecoderSpec, model_name, model_path, open_tensors, projectors, read_head, read_spec, weights_text
 from ..model.config_json import read_config
 from ..model.encoder import BertSpec, EncoderSpec, is_encoder, read_encoder
 from ..model.files import is_gguf
@@ -48,7 +48,7 @@ def known(path: Path) -> Iterator[Row]:
     yield "model", model_name(path)
     yield "path", str(path)
     problems: list[str] = []
-    for part in (_shape, _types, _unread, _text, _images):
+    for part in (_shape, _types, _further_tokens, _text, _images):
         try:
             yield from part(path)
         except ModelError as error:
@@ -103,18 +103,25 @@ def _types(path: Path) -> Iterator[Row]:
         yield "stored", f"{kind}: {len(each):,} tensor{'s' if len(each) > 1 else ''}, {sum(each):,} B"
 
 
-def _unread(path: Path) -> Iterator[Row]:
-    """Yield the number of tensors that predict further tokens, if there are any."""
+def _further_tokens(path: Path) -> Iterator[Row]:
+    """Yield the number of tensors that predict further tokens, if there are any, and whether they can be read."""
     if is_gguf(path):
         file = open_gguf(path)
         names, beginnings = list(file.tensors), unread_layers(file)
     else:
         names, beginnings = list(SafetensorsCheckpoint(path).names()), (NEXT_TOKENS_PREFIX,)
     if count := sum(name.startswith(beginnings) for name in names):
-        yield (
-            "not read",
-            f"{count} {'tensor that predicts' if count == 1 else 'tensors that predict'} further tokens (MTP)",
-        )
+        tensors = f"{count} {'tensor that predicts' if count == 1 else 'tensors that predict'} further tokens (MTP)"
+        yield ("head", f"{tensors}, for --draft-model mtp") if _has_head(path) else ("not read", tensors)
+
+
+def _has_head(path: Path) -> bool:
+    """Return whether `--draft-model mtp` takes the model."""
+    try:
+        read_head(path)
+    except ModelError:
+        return False
+    return True
 
 
 def _text(path: Path) -> Iterator[Row]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 
 from ...scheduler import (
@@ -26,7 +25,8 @@ from ...scheduler import (
     SchedulerError,
 )
 from ..common.errors import ProtocolError, QuireError, Unavailable
-from ..engine import CoreListener, EngineStats, Prefilled, StepStats
+from ..engine import CoreListener, EngineStats, Prefilled, StepStats, sum_stats
+from ..engine.stats import subtract_counters
 from ..net.acceptor import Acceptor, ConnectionLimits
 from ..net.address import Address
 from ..net.listen import ListeningSocket
@@ -227,7 +227,7 @@ class ServerSession:
         self._first_id = number * SESSION_IDS
         self._requests: dict[int, QueuedRequest] = {}  # the host's own id -> request
         self._adding: dict[int, asyncio.Task[None]] = {}  # the host's own id -> task of an unanswered request
-        self._counters_before = _counters(pool)
+        self._counters_before = sum_stats(member.counters() for member in pool.members)
         self._silent_s = 0.0
         self._flush_handle: asyncio.Handle | None = None
 
@@ -283,8 +283,8 @@ class ServerSession:
         if stats is None:
             self.link.send(Heartbeat())
         else:
-            counts = {name: getattr(stats, name) - before for name, before in self._counters_before.items()}
-            self.link.send(StatsReport(msgspec.structs.replace(stats, **counts), self._pool.predicted_wait_s))
+            of_session = subtract_counters(stats, self._counters_before)
+            self.link.send(StatsReport(of_session, self._pool.predicted_wait_s))
 
     def end(self) -> int:
         """Drop every request of the session. Return their number."""
@@ -387,9 +387,3 @@ class ServerSession:
 
 async def _refuse(refusal: QueueFull) -> AdmissionEstimate:
     raise refusal
-
-
-def _counters(pool: EnginePool) -> dict[str, int]:
-    """Return the counters of EngineStats, summed over the engines of this machine."""
-    of_members = [member.counters() for member in pool.members]
-    return {name: sum(counters[name] for counters in of_members) for name in of_members[0]}

@@ -29,7 +29,8 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 MTP = "mtp"  # value of draft_model for the model's own head
-DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
+MAX_DRAFT_TOKENS = 16  # draft tokens of one sequence in a step, without forced tokens
+DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Adapters = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Images = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)]

@@ -264,6 +264,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0  # tokens computed again after a preemption
     draft_tokens: int = 0  # verified draft tokens
     accepted_draft_tokens: int = 0
+    drafted_by_source: dict[str, int] = {}  # verified draft tokens; keys: prompt, suffix, model, head, forced
+    accepted_by_source: dict[str, int] = {}
+    accepted_by_position: dict[str, int] = {}  # accepted tokens of drafters by their position in the draft, from 0
     restarts: int = 0  # restarts of engine processes
     replayed_requests: int = 0  # requests that continued in a new engine process
     quarantined_requests: int = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
+
+import msgspec
 
 from .facade import EngineStats
 
@@ -26,24 +28,50 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "encoded_images",
     "image_cache_hits",
 )
+COUNTERS_BY_NAME = ("drafted_by_source", "accepted_by_source", "accepted_by_position")  # a count for each of some names
 COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # a host also counts its own processes
+_DICTS = ("waiting_by_reason", *COUNTERS_BY_NAME)  # fields that are no integers
+NO_STATS = EngineStats(
+    step=0,
+    running=0,
+    waiting=0,
+    pages_total=0,
+    pages_owned=0,
+    pages_cached=0,
+    pages_free=0,
+    prefix_queries_tokens=0,
+    prefix_hits_tokens=0,
+    preemptions=0,
+)
 
 
-def counters_of(stats: EngineStats) -> dict[str, int]:
-    """Return the counters among an engine's statistics."""
-    return {name: getattr(stats, name) for name in COUNTERS + COUNTED_HERE}
+def counters_of(stats: EngineStats) -> EngineStats:
+    """Return the counters among an engine's statistics; all other fields are 0 or empty."""
+    names = (*COUNTERS, *COUNTERS_BY_NAME, *COUNTED_HERE)
+    return msgspec.structs.replace(NO_STATS, **{name: getattr(stats, name) for name in names})
 
 
-def sum_stats(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]] = ()) -> EngineStats:
-    """Add up the statistics of at least one engine, and the counters of engines without statistics."""
-    if len(all_stats) == 1 and not counters:
-        return all_stats[0]
-    reasons: Counter[str] = Counter()
+def sum_stats(all_stats: Iterable[EngineStats]) -> EngineStats:
+    """Add up the statistics of several engines."""
+    sums = {name: 0 for name in EngineStats.__struct_fields__ if name not in _DICTS}
+    sums_by_name = {field: Counter[str]() for field in _DICTS}
     for stats in all_stats:
-        reasons.update(stats.waiting_by_reason)
-    names = [name for name in EngineStats.__struct_fields__ if name != "waiting_by_reason"]
-    sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
-    for counts in counters:
-        for name, count in counts.items():
-            sums[name] += count
-    return EngineStats(waiting_by_reason=dict(reasons), **sums)
+        for name in sums:
+            sums[name] += getattr(stats, name)
+        for field, counts in sums_by_name.items():
+            counts.update(getattr(stats, field))
+    return _replace(NO_STATS, sums, sums_by_name)
+
+
+def subtract_counters(stats: EngineStats, earlier: EngineStats) -> EngineStats:
+    """Return the statistics with counters that count from `earlier`, which has counters of the same engines."""
+    counts = {name: getattr(stats, name) - getattr(earlier, name) for name in COUNTERS + COUNTED_HERE}
+    counts_by_name = {field: Counter[str](getattr(stats, field)) for field in COUNTERS_BY_NAME}
+    for field, later in counts_by_name.items():
+        later.subtract(getattr(earlier, field))
+    return _replace(stats, counts, counts_by_name)
+
+
+def _replace(stats: EngineStats, counts: dict[str, int], counts_by_name: dict[str, Counter[str]]) -> EngineStats:
+    dicts = {field: dict(counter) for field, counter in counts_by_name.items()}
+    return msgspec.structs.replace(stats, **counts, **dicts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..engine import EngineStats
-from ..engine.stats import COUNTED_HERE, COUNTERS
+from ..engine.stats import NO_STATS, counters_of, sum_stats
 
 
 class EngineCounters:
@@ -11,17 +11,14 @@ class EngineCounters:
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None  # stats of this process; None until the first report
-        self._former_counts = dict.fromkeys(COUNTERS + COUNTED_HERE, 0)
+        self._former = NO_STATS
 
     def forget_process(self) -> None:
         """Keep only the counters of a process that is gone."""
         if self.stats is not None:
-            for name in self._former_counts:
-                self._former_counts[name] += getattr(self.stats, name)
+            self._former = sum_stats([self._former, counters_of(self.stats)])
         self.stats = None
 
-    def total(self, **counted_here: int) -> dict[str, int]:
-        """Return the counters over all processes; `counted_here` has the counters of this process about them."""
-        stats = self.stats
-        counts = {name: count + (getattr(stats, name) if stats else 0) for name, count in self._former_counts.items()}
-        return counts | {name: counts[name] + count for name, count in counted_here.items()}
+    def total(self, counted_here: EngineStats) -> EngineStats:
+        """Return the last statistics, with counters over all processes and those of this process about them."""
+        return sum_stats([self._former, self.stats or NO_STATS, counted_here])

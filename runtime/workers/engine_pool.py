@@ -143,7 +143,7 @@ class EnginePool:
         Raises Unavailable while no process is ready.
         """
         ready: list[EngineStats] = []
-        counters: list[Mapping[str, int]] = []  # counts of members whose process is not ready
+        counters: list[EngineStats] = []  # counts of members whose process is not ready
         problem: Unavailable | None = None
         for member in self.members:
             try:
@@ -153,7 +153,7 @@ class EnginePool:
                 counters.append(member.counters())
         if problem is not None and not ready:
             raise problem
-        return sum_stats(ready, counters)
+        return sum_stats([*ready, *counters])
 
     async def load_adapter(self, name: str, path: str, kept: Sequence[str], leaving: Sequence[str]) -> LoadedAdapter:
         """See `Core.load_adapter`. All members load it; an adapter that leaves one of them has left."""

@@ -29,6 +29,7 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import DeadlineExceeded, Quarantined, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats, LoadedAdapter
+from ..engine.stats import NO_STATS, counters_of
 from .adapter_loads import AdapterLoads
 from .engine_counters import EngineCounters
 from .engine_link import (
@@ -235,15 +236,20 @@ class SupervisedEngine:
     def stats(self) -> EngineStats:
         if self._supervisor.process is None or self._counters.stats is None:
             raise Unavailable(self._down or "the engine is being restarted")
-        return msgspec.structs.replace(self._counters.stats, **self.counters())
+        return self._total()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> EngineStats:
         """Return the counters of EngineStats over all processes, even while none is ready."""
-        return self._counters.total(
+        return counters_of(self._total())
+
+    def _total(self) -> EngineStats:
+        counted_here = msgspec.structs.replace(
+            NO_STATS,
             restarts=self.num_restarts,
             replayed_requests=self._num_replayed,
             quarantined_requests=self._num_quarantined,
         )
+        return self._counters.total(counted_here)
 
     async def drain(self) -> None:
         self._leaving = True

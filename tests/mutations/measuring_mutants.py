@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     Mutant(
         COLLECTOR,
-        "counts[reason if reason in counts else OTHER] += count",
-        "counts[reason] = count",
+        "known[name if name in known else OTHER] += count",
+        "known[name] = count",
         "an unknown reason makes a new series",
         MONITORING_TESTS,
     ),

@@ -1146,7 +1146,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/models/managed_engine.py",
-        "self._former_stats = sum_stats([NO_STATS], [counters_of(stats)])",
+        "self._former_stats = counters_of(stats)",
         "self._former_stats = NO_STATS",
         "counters of metrics fall when a model is unloaded",
         RESIDENCY,

@@ -14,8 +14,8 @@ COUNTERS, LINK_END = "runtime/workers/engine_counters.py", "runtime/workers/link
 MUTANTS = [
     Mutant(
         COUNTERS,
-        "                self._former_counts[name] += getattr(self.stats, name)\n",
-        "                pass\n",
+        "            self._former = sum_stats([self._former, counters_of(self.stats)])\n",
+        "            pass\n",
         "counters fall at a restart",
     ),
     Mutant(
@@ -477,8 +477,8 @@ MUTANTS = [
     ),
     Mutant(
         COUNTERS,
-        "                self._former_counts[name] += getattr(self.stats, name)",
-        "                self._former_counts[name] = getattr(self.stats, name)",
+        "sum_stats([self._former, counters_of(self.stats)])",
+        "counters_of(self.stats)",
         "counters fall at the second restart",
     ),
     Mutant(
@@ -563,8 +563,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/stats.py",
-        "        reasons.update(stats.waiting_by_reason)",
-        "        reasons = Counter(stats.waiting_by_reason)",
+        "            counts.update(getattr(stats, field))",
+        "            sums_by_name[field] = Counter(getattr(stats, field))",
         "why requests wait is counted at one engine only",
         "tests/runtime/workers/test_engine_pool.py",
     ),

@@ -56,6 +56,7 @@ def test_right_proposals_save_four_of_five_steps(make_harness: MakeHarness, expe
     assert harness.outputs[1] == expected([1, 2, 3], 101)
     assert steps < 30
     assert [task.lengths for task in tasks[5:10]] == [{1: 4}] * 5
+    assert set(harness.scheduler.stats().drafted_by_source) == {"model"}
 
 
 def test_wrong_proposals_are_asked_for_less_and_less(make_harness: MakeHarness, expected: Expected) -> None:
@@ -93,6 +94,7 @@ def test_a_head_proposes_for_a_prompt_of_any_length(make_harness: MakeHarness) -
     harness.add(1, [i % 50 for i in range(500)], 4)
     harness.run()
     assert [task.lengths for task in tasks if task] == [{1: 0}, {1: 1}]
+    assert harness.scheduler.stats().drafted_by_source == {"head": 1}
 
 
 def test_no_proposals_beside_31_others(make_harness: MakeHarness) -> None:

@@ -42,6 +42,11 @@ def test_accepted_drafts_save_steps_and_are_counted(make_harness: MakeHarness) -
     stats = harness.scheduler.stats()
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     assert stats.accepted_draft_tokens == harness.requests[1].accepted_draft_tokens
+    assert sum(stats.drafted_by_source.values()) == stats.draft_tokens
+    assert sum(stats.accepted_by_source.values()) == sum(stats.accepted_by_position.values())
+    assert sum(stats.accepted_by_position.values()) == stats.accepted_draft_tokens
+    counts = [stats.accepted_by_position[str(position)] for position in range(len(stats.accepted_by_position))]
+    assert counts == sorted(counts, reverse=True)
 
 
 def test_a_stop_token_among_accepted_drafts_ends_the_request_there(
@@ -303,7 +308,10 @@ def test_tokens_that_were_forced_once_are_no_drafts_later(make_harness: MakeHarn
     harness.add(1, prompt, 20)
     harness.run()
     assert harness.outputs[1] == tokens
-    assert harness.scheduler.stats().draft_tokens == 3
+    stats = harness.scheduler.stats()
+    assert stats.draft_tokens == 3
+    assert (stats.drafted_by_source, stats.accepted_by_source) == ({"forced": 3}, {"forced": 3})
+    assert stats.accepted_by_position == {}, "only of drafters"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from quire.runtime.common.errors import QuireError
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import CoreInfo, CoreListener, EngineStats, Prefilled, StepStats
+from quire.runtime.engine.stats import NO_STATS
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import (
     AddAnswer,
@@ -154,7 +156,7 @@ class FakeProcess:
     def refuse(self, request_id: int, refusal: str, estimate: AdmissionEstimate | None = ESTIMATE) -> None:
         self.reply(AddAnswer(request_id, estimate, 0, refusal, "no"))
 
-    def tell_stats(self, **changes: int) -> None:
+    def tell_stats(self, **changes: Any) -> None:
         self.reply(StatsReport(engine_stats(**changes)))
 
     def tell_broken(self) -> None:
@@ -305,9 +307,8 @@ def core_info(**changes: Any) -> CoreInfo:
     return CoreInfo(**values | changes)
 
 
-def engine_stats(**changes: int) -> EngineStats:
-    numbers = [name for name in EngineStats.__struct_fields__ if name != "waiting_by_reason"]
-    return EngineStats(**dict.fromkeys(numbers, 0) | changes)  # type: ignore[arg-type]
+def engine_stats(**changes: Any) -> EngineStats:
+    return msgspec.structs.replace(NO_STATS, **changes)
 
 
 def _tokens(request_id: int, token_ids: Iterable[int]) -> tuple[SampledToken, ...]:

@@ -221,9 +221,9 @@ async def test_only_the_request_whose_computation_crashes_two_processes_is_quara
             await read(fatal)
         assert await streams == expected
         async with asyncio.timeout(60):
-            while (counters := engine.core.members[0].counters())["restarts"] < 2:  # the streams may have ended before
+            while (counters := engine.core.members[0].counters()).restarts < 2:  # the streams may have ended before
                 await asyncio.sleep(0.01)
-        assert (counters["restarts"], counters["quarantined_requests"]) == (2, 1)
+        assert (counters.restarts, counters.quarantined_requests) == (2, 1)
         with pytest.raises(Quarantined):
             await read(await engine.submit(asked((5, FATAL_TO_COMPUTE, 6))))
 

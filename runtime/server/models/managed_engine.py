@@ -23,24 +23,12 @@ from ...engine.facade import (
     HostStatus,
     SilentObserver,
 )
-from ...engine.stats import counters_of, sum_stats
+from ...engine.stats import NO_STATS, counters_of, sum_stats
 from ...engine.text import Token
 
 R = TypeVar("R", GenerateRequest, EmbedRequest)
 T = TypeVar("T", Generation, Embeddings)
 
-NO_STATS = EngineStats(
-    step=0,
-    running=0,
-    waiting=0,
-    pages_total=0,
-    pages_owned=0,
-    pages_cached=0,
-    pages_free=0,
-    prefix_queries_tokens=0,
-    prefix_hits_tokens=0,
-    preemptions=0,
-)
 BEGINNING_TURNS = 4  # turns of the event loop after which a submission has begun to run
 Using = Callable[[], AbstractAsyncContextManager[EngineFacade]]  # keeps the model loaded, once it is
 
@@ -84,7 +72,7 @@ class ManagedEngine:
             stats = self.stats()
         except QuireError:
             stats = self._former_stats
-        self._former_stats = sum_stats([NO_STATS], [counters_of(stats)])
+        self._former_stats = counters_of(stats)
         self._stats = None
 
     # EngineFacade
@@ -197,7 +185,7 @@ class ManagedEngine:
         """Return the statistics of the engine, with the counters of engines before it."""
         if self._stats is None:
             return self._former_stats
-        return sum_stats([self._stats()], [counters_of(self._former_stats)])
+        return sum_stats([self._stats(), self._former_stats])
 
     def host_statuses(self) -> Sequence[HostStatus] | None:
         """Return None: the engine computes on this machine."""

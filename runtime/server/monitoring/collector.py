@@ -11,6 +11,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...common.config import MAX_DRAFT_TOKENS
 from ...common.errors import QuireError
 from ...engine.facade import EngineStats, HostStatus
 from ..models.residency import Residency
@@ -21,6 +22,8 @@ Mirror = Callable[[Iterable[Metric]], Iterable[Metric]]
 HostStatuses = Callable[[], Sequence[HostStatus] | None]
 
 WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "fork")
+DRAFT_SOURCES = ("prompt", "suffix", "model", "head", "forced")
+DRAFT_POSITIONS = tuple(str(position) for position in range(MAX_DRAFT_TOKENS))
 
 
 class ClientLoad(NamedTuple):
@@ -99,7 +102,7 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
             "requests_waiting_by_reason",
             "Queued requests, by the resource that they wait for.",
             "reason",
-            _waiting(stats),
+            _known(WAITING_REASONS, stats.waiting_by_reason),
         ),
         _gauge(
             "kv_cache_usage_perc", "Share of the KV pages that live requests own, from 0 to 1.", kv_cache_usage(stats)
@@ -135,6 +138,25 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _counter("recomputed_tokens", "Tokens that were computed again after a preemption.", stats.recomputed_tokens),
         _counter("spec_decode_num_draft_tokens", "Draft tokens that were verified.", stats.draft_tokens),
         _counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted_draft_tokens),
+        _counters(
+            "spec_decode_draft_tokens_by_source",
+            "Draft tokens that were verified, by their source: prompt, suffix, model, head, or forced by a grammar or "
+            "the client.",
+            "source",
+            _known(DRAFT_SOURCES, stats.drafted_by_source),
+        ),
+        _counters(
+            "spec_decode_accepted_tokens_by_source",
+            "Draft tokens that were accepted, by their source.",
+            "source",
+            _known(DRAFT_SOURCES, stats.accepted_by_source),
+        ),
+        _counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were accepted and not forced, by their position in the draft, from 0.",
+            "position",
+            _known(DRAFT_POSITIONS, stats.accepted_by_position),
+        ),
         _counter("steps", "Engine steps that have finished.", stats.step),
         _counter(
             "steps_over_itl_target",
@@ -260,12 +282,12 @@ def _model_families(residency: Residency) -> list[Metric]:
     return families
 
 
-def _waiting(stats: EngineStats) -> dict[str, int]:
-    """Return every known reason, so that a series does not vanish with its last request."""
-    counts = dict.fromkeys((*WAITING_REASONS, OTHER), 0)
-    for reason, count in stats.waiting_by_reason.items():
-        counts[reason if reason in counts else OTHER] += count
-    return counts
+def _known(names: Sequence[str], counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the count of every known name, so that its series is always there; all other names count as `OTHER`."""
+    known = dict.fromkeys((*names, OTHER), 0)
+    for name, count in counts.items():
+        known[name if name in known else OTHER] += count
+    return known
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

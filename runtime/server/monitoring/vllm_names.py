@@ -26,6 +26,7 @@ VLLM_NAMES = {
     "num_preemptions": ("num_preemptions",),
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
     "prompt_tokens": ("prompt_tokens",),
     "prompt_tokens_cached": ("prompt_tokens_cached",),
     "generation_tokens": ("generation_tokens",),

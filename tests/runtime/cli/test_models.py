@@ -14,6 +14,8 @@ from quire.runtime.model import BUNDLED_MODEL, FAMILIES
 
 from tests.support.families import GOLDENS
 from tests.support.gguf_files import convert, describe, encode, stored_tensors, write
+from tests.support.heads import FAMILIES as HEAD_FAMILIES
+from tests.support.heads import with_head
 from tests.support.image_folder import write_image_folder
 
 
@@ -125,7 +127,14 @@ def test_tensors_that_predict_further_tokens(capsys: pytest.CaptureFixture[str],
     further = {"blk.3.attn_q.weight": encode(np.ones((8, 8), np.float32), "F32")}
     file = write(tmp_path / "a.gguf", describe(folder) | keys, stored_tensors(folder, "F32") | further)
     assert rows(capsys, file)["not read"] == ["1 tensor that predicts further tokens (MTP)"]
-    assert "not read" not in rows(capsys, folder)
+    assert not {"head", "not read"} & set(rows(capsys, folder))
+
+
+@pytest.mark.parametrize("family", HEAD_FAMILIES)
+def test_a_head_that_can_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str) -> None:
+    found = rows(capsys, with_head(family, tmp_path / family))
+    assert found["head"] == ["19 tensors that predict further tokens (MTP), for --draft-model mtp"]
+    assert "not read" not in found
 
 
 def test_an_unsupported_model_still_shows_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from quire.runtime.cluster.host_link import (
     HostRestarting,
 )
 from quire.runtime.common.errors import ProtocolError, Quarantined, Unavailable
-from quire.runtime.engine import CoreListener, EncoderInfo, Prefilled
+from quire.runtime.engine import CoreListener, EncoderInfo, EngineStats, Prefilled
 from quire.runtime.engine.facade import ImageInfo
 from quire.runtime.workers.engine_link import (
     AddAnswer,
@@ -62,7 +62,7 @@ class FakePool:
         self.num_waiting = 3
         self.predicted_wait_s = 0.5
         self.members = [self]
-        self.counts = {"step": 10, "restarts": 2}
+        self.counts: dict[str, Any] = {"step": 10, "restarts": 2, "drafted_by_source": {"prompt": 2}}
         self.answers: dict[int, asyncio.Future[Any]] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.problem: Exception | None = None
@@ -87,8 +87,8 @@ class FakePool:
     def drop(self, request_id: int, reason: Any = None, error: str | None = None) -> None:
         self.calls.append(("drop", request_id))
 
-    def counters(self) -> dict[str, int]:
-        return self.counts
+    def counters(self) -> EngineStats:
+        return engine_stats(**self.counts)
 
     def stats(self) -> Any:
         if self.problem is not None:
@@ -486,10 +486,11 @@ async def test_deadlines_are_set_on_this_machines_clock(
 
 async def test_counters_begin_with_the_session(pool: FakePool) -> None:
     async with host_of(pool, 1) as (_, (session,)):
-        pool.counts = {"step": 15, "restarts": 2}
+        pool.counts = {"step": 15, "restarts": 2, "drafted_by_source": {"prompt": 5, "forced": 1}}
         session.tick(pool.stats())
         (report,) = sent(session, StatsReport)
         assert (report.stats.step, report.stats.restarts, report.stats.running) == (5, 0, 4)
+        assert report.stats.drafted_by_source == {"prompt": 3, "forced": 1}
         assert report.predicted_wait_s == 0.5
 
 

@@ -14,8 +14,8 @@ import pytest
 from quire.kernels.cpus import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
+from quire.runtime.engine.stats import COUNTERS, COUNTERS_BY_NAME
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
-from quire.runtime.workers.engine_counters import COUNTERS
 from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, ReadmitRequest, StatsReport
 from quire.runtime.workers.engine_pool import total_info
 from quire.runtime.workers.router import MAX_MORE_REQUESTS, MAX_MORE_WAIT_S
@@ -385,6 +385,18 @@ async def test_stats_are_sums(pool: EnginePool, processes: FakeSpawner) -> None:
     for name, reasons in (("engine-0", {"pages": 2}), ("engine-1", {"pages": 1, "quota": 4})):
         processes.of(name).reply(StatsReport(msgspec.structs.replace(engine_stats(), waiting_by_reason=reasons)))
     assert pool.stats().waiting_by_reason == {"pages": 3, "quota": 4}
+
+
+async def test_counts_by_name_do_not_fall_while_one_engine_is_restarted(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    for name, counts in (("engine-0", {"prompt": 2}), ("engine-1", {"prompt": 1, "forced": 4})):
+        processes.of(name).tell_stats(**dict.fromkeys(COUNTERS_BY_NAME, counts))
+    processes.makes_ready = False
+    processes.of("engine-0").exit(1)
+    await until(lambda: len(processes.started) == 3)
+    stats = pool.stats()
+    assert [getattr(stats, name) for name in COUNTERS_BY_NAME] == [{"prompt": 3, "forced": 4}] * len(COUNTERS_BY_NAME)
 
 
 async def test_counters_do_not_fall_while_one_engine_is_restarted(pool: EnginePool, processes: FakeSpawner) -> None:

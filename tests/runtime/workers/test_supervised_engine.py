@@ -18,8 +18,8 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import DeadlineExceeded, ModelError, ModelNotFound, Quarantined, Unavailable
 from quire.runtime.engine import LoadedAdapter, Prefilled
+from quire.runtime.engine.stats import COUNTERS, COUNTERS_BY_NAME
 from quire.runtime.workers import HealthTimeouts, supervisor
-from quire.runtime.workers.engine_counters import COUNTERS
 from quire.runtime.workers.engine_link import (
     AdapterAnswer,
     CancelRequest,
@@ -269,7 +269,7 @@ async def test_tokens_survive_the_process_and_the_next_one_goes_on_behind_them(
     second.finish(1, 9)
     assert listener.tokens(1) == [7, 8, 9]
     assert listener.ends() == {1: "length"}
-    assert engine.counters()["replayed_requests"] == 1
+    assert engine.counters().replayed_requests == 1
 
 
 async def test_the_next_process_has_the_shape_of_the_first(processes: FakeSpawner, listener: FakeListener) -> None:
@@ -351,10 +351,12 @@ async def test_counters_do_not_fall_at_a_restart(engine: SupervisedEngine, proce
     processes.makes_ready = False
     processes.last.exit(1)
     second = await processes.next()
-    assert {name: engine.counters()[name] for name in COUNTERS} == counted, "while no process is ready"
+    assert {name: getattr(engine.counters(), name) for name in COUNTERS} == counted, "while no process is ready"
     processes.make_ready(second)
     await until(lambda: engine.pid is not None)
-    assert {name: engine.counters()[name] for name in COUNTERS} == counted, "before the new process has said anything"
+    assert {name: getattr(engine.counters(), name) for name in COUNTERS} == counted, (
+        "before the new process has said anything"
+    )
     second.tell_stats(**dict.fromkeys(COUNTERS, 1))
     after = engine.stats()
     assert {name: getattr(after, name) for name in COUNTERS} == {name: count + 1 for name, count in counted.items()}
@@ -364,7 +366,18 @@ async def test_counters_do_not_fall_at_a_restart(engine: SupervisedEngine, proce
 async def test_counters_are_summed_over_all_processes(engine: SupervisedEngine, processes: FakeSpawner) -> None:
     for number in (1, 2, 3):
         processes.last.tell_stats(**dict.fromkeys(COUNTERS, 5))
-        assert {engine.counters()[name] for name in COUNTERS} == {5 * number}
+        assert {getattr(engine.counters(), name) for name in COUNTERS} == {5 * number}
+        processes.last.exit(1)
+        await processes.next()
+        await until(lambda: engine.pid is not None)
+
+
+async def test_counts_by_name_are_summed_over_all_processes(engine: SupervisedEngine, processes: FakeSpawner) -> None:
+    for number in (1, 2, 3):
+        processes.last.tell_stats(**{name: {"prompt": 5, "forced": 1} for name in COUNTERS_BY_NAME})
+        for stats in (engine.stats(), engine.counters()):
+            counted = [getattr(stats, name) for name in COUNTERS_BY_NAME]
+            assert counted == [{"prompt": 5 * number, "forced": number}] * len(COUNTERS_BY_NAME)
         processes.last.exit(1)
         await processes.next()
         await until(lambda: engine.pid is not None)
@@ -376,7 +389,7 @@ async def test_every_number_that_only_grows_is_kept_over_restarts() -> None:
     gauges |= {"states_total", "states_cached", "states_free", "states_spilled", "states_cached_bytes"}
     gauges |= {name for name in msgspec.structs.asdict(engine_stats()) if name.startswith("pages_")}
     counted_here = {"restarts", "replayed_requests", "quarantined_requests"}
-    assert set(COUNTERS) == set(msgspec.structs.asdict(engine_stats())) - gauges - counted_here
+    assert {*COUNTERS, *COUNTERS_BY_NAME} == set(msgspec.structs.asdict(engine_stats())) - gauges - counted_here
 
 
 async def test_there_are_no_stats_while_no_process_has_told_any(
@@ -500,7 +513,7 @@ async def test_several_unanswered_requests_of_a_crash_go_back_one_at_a_time_in_t
         await asyncio.sleep(0.01)
     second.accept(4)
     assert await asyncio.gather(*adding) == [ESTIMATE] * 4
-    assert engine.counters()["quarantined_requests"] == 0
+    assert engine.counters().quarantined_requests == 0
 
 
 async def test_a_request_whose_adding_crashes_two_processes_is_quarantined_alone(
@@ -521,7 +534,7 @@ async def test_a_request_whose_adding_crashes_two_processes_is_quarantined_alone
     assert third.sent_ids() == [1, 3], "accepted ones go back before others are added"
     third.accept(3)
     await asyncio.gather(adding[0], adding[2])
-    assert engine.counters()["quarantined_requests"] == 1
+    assert engine.counters().quarantined_requests == 1
 
 
 async def test_callers_that_wait_to_be_added_keep_their_order_over_a_crash(
@@ -632,7 +645,7 @@ async def test_a_process_killed_or_stopped_from_outside_makes_no_request_a_suspe
         process = await processes.next()
         assert process.sent_ids() == [1, 2], "both at once"
     assert listener.ends() == {}
-    assert engine.counters()["quarantined_requests"] == 0
+    assert engine.counters().quarantined_requests == 0
 
 
 async def test_requests_that_were_being_added_when_a_process_was_killed_are_no_suspects(

@@ -27,6 +27,9 @@ STATS = msgspec.structs.replace(
     recomputed_tokens=50,
     draft_tokens=40,
     accepted_draft_tokens=30,
+    drafted_by_source={"head": 25, "forced": 15},
+    accepted_by_source={"head": 20, "forced": 10},
+    accepted_by_position={"0": 15, "1": 5},
     restarts=3,
     replayed_requests=5,
     quarantined_requests=1,
@@ -94,6 +97,9 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_recomputed_tokens_total": "counter",
         "quire_spec_decode_num_draft_tokens_total": "counter",
         "quire_spec_decode_num_accepted_tokens_total": "counter",
+        "quire_spec_decode_draft_tokens_by_source_total": "counter",
+        "quire_spec_decode_accepted_tokens_by_source_total": "counter",
+        "quire_spec_decode_num_accepted_tokens_per_pos_total": "counter",
         "quire_steps_total": "counter",
         "quire_steps_over_itl_target_total": "counter",
         "quire_num_encodings_running": "gauge",
@@ -165,6 +171,9 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_recomputed_tokens_total"] == 50
     assert samples["quire_spec_decode_num_draft_tokens_total"] == 40
     assert samples["quire_spec_decode_num_accepted_tokens_total"] == 30
+    assert samples['quire_spec_decode_draft_tokens_by_source_total{source="head"}'] == 25
+    assert samples['quire_spec_decode_accepted_tokens_by_source_total{source="forced"}'] == 10
+    assert samples['quire_spec_decode_num_accepted_tokens_per_pos_total{position="1"}'] == 5
     assert samples["quire_engine_restarts_total"] == 3
     assert samples["quire_replayed_requests_total"] == 5
     assert samples["quire_quarantined_requests_total"] == 1
@@ -257,7 +266,13 @@ def test_unknown_values_add_no_series(observer: PrometheusObserver) -> None:
         observer.on_cancelled(name)
         observer.on_finished(ended)
     observer.watch(
-        lambda: msgspec.structs.replace(STATS, waiting_by_reason=dict.fromkeys("abc", 1)),
+        lambda: msgspec.structs.replace(
+            STATS,
+            waiting_by_reason=dict.fromkeys("abc", 1),
+            drafted_by_source=dict.fromkeys("abc", 1),
+            accepted_by_source=dict.fromkeys("abc", 1),
+            accepted_by_position={"15": 1, "16": 1, "a": 1},
+        ),
         lambda: ClientLoad(6, {"kept_output": 700, "unsent_output": 80}),
     )
     samples = exposed(observer)
@@ -267,6 +282,9 @@ def test_unknown_values_add_no_series(observer: PrometheusObserver) -> None:
     assert samples['quire_request_success_total{finished_reason="other"}'] == 50
     assert samples['quire_cancelled_total{cause="other"}'] == 100
     assert samples['quire_requests_waiting_by_reason{reason="other"}'] == 3
+    assert samples['quire_spec_decode_draft_tokens_by_source_total{source="other"}'] == 3
+    assert samples['quire_spec_decode_accepted_tokens_by_source_total{source="other"}'] == 3
+    assert samples['quire_spec_decode_num_accepted_tokens_per_pos_total{position="other"}'] == 2
 
 
 def test_every_code_of_the_error_tree_is_a_label() -> None:
