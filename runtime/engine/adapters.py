@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -51,6 +52,7 @@ class AdapterRegistry:
         # Least recently used first.
         self._all = {key: Adapter(name, info.adapter_paths.get(name, ""), key) for name, key in info.adapters.items()}
         self._changing = asyncio.Lock()  # held while the core loads an adapter
+        self._unended: set[asyncio.Task[None]] = set()  # changes whose callers may have left
         self._leaving: frozenset[str] = frozenset()  # keys that the load in progress may evict
 
     @property
@@ -75,9 +77,7 @@ class AdapterRegistry:
         adapter.num_requests += 1
         try:
             if not adapter.is_loaded or adapter.key in self._leaving:
-                async with self._changing:
-                    if not adapter.is_loaded:
-                        await self._reload(adapter)
+                await self._to_the_end(self._ensure_loaded(adapter))
         except BaseException:
             self.release(adapter)
             raise
@@ -101,18 +101,7 @@ class AdapterRegistry:
             raise InvalidRequest(f"lora_name {name[:80]!r} must be 1 to 128 letters, digits and _ . : / + -")
         if not self._info.max_adapters:
             raise InvalidRequest("no adapters are loaded while this server runs; start it with --max-loras")
-        async with self._changing:
-            if name in self._info.adapters and not in_place:
-                raise InvalidRequest(f"lora_name {name!r} is loaded already; set load_inplace to replace it")
-            loaded = await self._load(name, path)
-            former = self._all.get(self._info.adapters.get(name, ""))
-            if former is not None and former.key != loaded.key:
-                former.is_served = former.is_pinned = False
-            adapter = self._all.setdefault(loaded.key, Adapter(name, path, loaded.key))
-            adapter.path, adapter.is_served, adapter.is_pinned = path, True, is_pinned
-            self._note_loaded(adapter, loaded)
-            self._info.adapters[name] = loaded.key
-        _log.info("adapter loaded", adapter=name, path=path, bytes=adapter.nbytes)
+        await self._to_the_end(self._serve(name, path, is_pinned=is_pinned, in_place=in_place))
 
     def unload(self, name: str) -> None:
         """Refuse new requests for an adapter; live requests keep it, and then its place is free for others.
@@ -126,6 +115,36 @@ class AdapterRegistry:
         _log.info("adapter unloaded", adapter=name)
 
     # Helpers
+
+    async def _to_the_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Wait for a change of the core's memory, which continues if the caller is cancelled: the core cannot stop it.
+
+        The registry would not learn otherwise which adapters have left.
+        """
+        changing = asyncio.create_task(change)
+        self._unended.add(changing)
+        changing.add_done_callback(self._unended.discard)
+        changing.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, or asyncio logs it
+        await asyncio.shield(changing)
+
+    async def _serve(self, name: str, path: str, *, is_pinned: bool, in_place: bool) -> None:
+        async with self._changing:
+            if name in self._info.adapters and not in_place:
+                raise InvalidRequest(f"lora_name {name!r} is loaded already; set load_inplace to replace it")
+            loaded = await self._load(name, path)
+            former = self._all.get(self._info.adapters.get(name, ""))
+            if former is not None and former.key != loaded.key:
+                former.is_served = former.is_pinned = False
+            adapter = self._all.setdefault(loaded.key, Adapter(name, path, loaded.key))
+            adapter.path, adapter.is_served, adapter.is_pinned = path, True, is_pinned
+            self._note_loaded(adapter, loaded)
+            self._info.adapters[name] = loaded.key
+        _log.info("adapter loaded", adapter=name, path=path, bytes=adapter.nbytes)
+
+    async def _ensure_loaded(self, adapter: Adapter) -> None:
+        async with self._changing:
+            if not adapter.is_loaded:
+                await self._reload(adapter)
 
     def _named(self, name: str) -> Adapter:
         key = self._info.adapters.get(name)

@@ -125,6 +125,23 @@ async def test_a_request_for_an_adapter_that_may_be_leaving_waits_and_loads_it_a
     assert states(registry) == {"a": (True, 1), "b": (True, 1), "c": (False, 0)}
 
 
+async def test_a_load_whose_caller_leaves_is_noted_with_the_adapters_that_left_for_it(
+    core: FakeCore, registry: AdapterRegistry
+) -> None:
+    await registry.load("b", "b")
+    core.open.clear()
+    loading = asyncio.create_task(registry.load("c", "c"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    core.open.set()
+    await use(registry, "a")
+    assert core.loaded == ["c@3", "a@1"]
+    assert states(registry) == {"a": (True, 0), "b": (False, 0), "c": (True, 0)}
+
+
 async def test_more_adapters_leave_only_if_the_bytes_of_fewer_do_not_suffice(
     core: FakeCore, registry: AdapterRegistry
 ) -> None:
