@@ -300,8 +300,9 @@ class Residency:
             return
         try:
             await self._open(resident)
-        except QuireError as error:
-            _log.error("a model was not loaded", model=resident.name, reason=str(error))
+        except Exception as error:  # such as OSError for too many open files; later loads need this task
+            is_expected = isinstance(error, QuireError)
+            _log.error("a model was not loaded", model=resident.name, reason=str(error), exc_info=not is_expected)
             now = asyncio.get_running_loop().time()
             resident.problem = str(error)
             resident.retry_at = now + NEXT_LOAD_S
@@ -410,8 +411,9 @@ class Residency:
         resident.opened = AsyncExitStack()
         try:
             await opened.aclose()
-        except QuireError as error:
-            _log.error("a model did not stop well", model=resident.name, reason=str(error))
+        except Exception as error:  # later loads need this task
+            is_expected = isinstance(error, QuireError)
+            _log.error("a model did not stop well", model=resident.name, reason=str(error), exc_info=not is_expected)
         resident.state = "waiting" if resident in self._wanted else "unloaded"
         _log.info("model unloaded", model=resident.name, drain_s=round(self._drain_s, 2), used_bytes=self.used_bytes)
 

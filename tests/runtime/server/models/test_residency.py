@@ -279,6 +279,14 @@ async def test_a_model_that_cannot_be_loaded_is_tried_again_later() -> None:
         assert await system.facades["a"].submit(REQUEST) == "a"
 
 
+async def test_an_error_of_the_machine_while_a_model_is_loaded_ends_only_that_load() -> None:
+    async with models({"a": 1, "b": 1}) as system:
+        system.failures["a"] = OSError("too many open files")
+        with pytest.raises(Unavailable, match="the model 'a' cannot be loaded: too many open files"):
+            await system.facades["a"].submit(REQUEST)
+        assert await system.facades["b"].submit(REQUEST) == "b"
+
+
 async def test_counters_never_fall_when_a_model_is_unloaded() -> None:
     async with models({"a": 1}, a={"idle_timeout_s": 0.0}) as system:
         for count in (1, 2, 3):
