@@ -139,13 +139,14 @@ class Residency:
         self._task = asyncio.create_task(self._run(), name="quire-residency")
 
     async def close(self) -> None:
-        """Unload all models and end the task. Idempotent."""
+        """Unload all models, even if one does not stop well, and end the task. Idempotent."""
         if self._task is not None:
             await end_tasks([self._task], "loading of models")
             self._task = None
-        for resident in self.residents.values():
-            self._refuse_waiters(resident, Unavailable("the server is shutting down"))
-            await resident.opened.aclose()
+        async with AsyncExitStack() as all_opened:
+            for resident in self.residents.values():
+                self._refuse_waiters(resident, Unavailable("the server is shutting down"))
+                all_opened.push_async_exit(resident.opened)
 
     # Requests
 

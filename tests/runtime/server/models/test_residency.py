@@ -93,6 +93,8 @@ class Models:
         finally:
             assert not engine.live, "a stream was cut"
             engine.is_closed = True
+            if name in self.failures:
+                raise self.failures[name]
 
     def states(self) -> list[str]:
         return [resident.state for resident in self.residents.values()]
@@ -285,6 +287,17 @@ async def test_an_error_of_the_machine_while_a_model_is_loaded_ends_only_that_lo
         with pytest.raises(Unavailable, match="the model 'a' cannot be loaded: too many open files"):
             await system.facades["a"].submit(REQUEST)
         assert await system.facades["b"].submit(REQUEST) == "b"
+
+
+async def test_all_models_are_closed_even_if_one_does_not_stop_well() -> None:
+    system = Models({"a": 1, "b": 1, "c": 1}, None, 60.0)
+    await system.residency.start()
+    for name in system.facades:
+        await system.facades[name].submit(REQUEST)
+    system.failures["b"] = OSError("its socket is lost")
+    with pytest.raises(OSError, match="its socket is lost"):
+        await system.residency.close()
+    assert [engine.is_closed for engine in system.engines.values()] == [True] * 3
 
 
 async def test_counters_never_fall_when_a_model_is_unloaded() -> None:
