@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 from quire.runtime.client import AsyncClient
-from quire.runtime.common.errors import InvalidRequest, Overloaded
+from quire.runtime.common.errors import InvalidRequest, Overloaded, Unavailable
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, TextProcessor
@@ -190,6 +190,28 @@ async def test_the_fingerprint_stands_for_all_models() -> None:
 
     assert fingerprint("a") == "a"
     assert len({fingerprint("a", "b"), fingerprint("a", "c"), fingerprint("b", "a"), fingerprint("a", "a")}) == 4
+
+
+def test_an_alias_may_stand_for_an_adapter() -> None:
+    engine: Any = FakeEngine(adapters={"sql": "sql@00"})
+    found = ModelCatalog([CatalogModel("base", engine)], {"text2sql": "sql"}).find("text2sql")
+    assert found is not None
+    assert (found.name, found.target, found.lora) == ("text2sql", "sql", "sql")
+
+
+def test_all_engines_are_observed_and_the_statistics_are_sums_of_engines_that_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> Any:
+        raise Unavailable("no answer")
+
+    engines: list[Any] = [FakeEngine(steps=1), FakeEngine(steps=2), FakeEngine(steps=4)]
+    catalog = ModelCatalog([CatalogModel(str(index), engine, str(index)) for index, engine in enumerate(engines)])
+    observer: Any = object()
+    catalog.set_observer(observer)
+    assert [engine.observer for engine in engines] == [observer] * 3
+    monkeypatch.setattr(engines[1], "stats", fail)
+    assert catalog.stats().step == 5
 
 
 # Models that are loaded when a request needs them

@@ -9,7 +9,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from quire import AsyncClient, Overloaded, SamplingParams
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.types import Usage
+from quire.runtime.engine.facade import EmbedRequest, GenerateRequest
 from quire.runtime.protocol.frames import FEATURES
+from quire.runtime.server.monitoring.open_tracer import open_tracer
 
 from tests.support.http_client import HTTPClient
 
@@ -179,6 +182,24 @@ async def test_a_server_without_a_collector_serves_and_closes(serve: Serve) -> N
     async with AsyncClient(system.address) as client:
         assert (await client.complete("hi", SamplingParams(max_tokens=2))).usage.completion_tokens == 2
     await system.server.close()
+
+
+async def test_a_span_says_which_adapter_task_and_delay_a_request_had(collector: Collector) -> None:
+    tracer = open_tracer(f"{collector.url}/", "base", "1")
+    trace = tracer.begin(GenerateRequest(prompt="x", lora="sql"))
+    trace.accept()
+    trace.finish(Usage(prompt_tokens=1, completion_tokens=9, reasoning_tokens=4, stall_ms=5), "stop")
+    trace = tracer.begin(EmbedRequest(inputs=("x",), classify=True))
+    trace.accept()
+    trace.fail(None)
+    await tracer.close()
+    assert collector.paths == [PATH]
+    generated, classified = collector.requests()
+    assert (generated.name, classified.name) == ("text_completion sql", "classify base")
+    assert attributes(generated)["gen_ai.usage.reasoning.output_tokens"] == 4
+    assert [event.name for event in generated.events] == ["quire.preempted"]
+    assert attributes(classified)["error.type"] == "_OTHER"
+    assert collector.phases(classified).keys() == {"prepare", "encode"}
 
 
 @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:4318", "ftp://a", "http://", "http://a:x", "http://a:0"])

@@ -91,6 +91,18 @@ async def test_adapters_of_live_requests_and_pinned_ones_stay(core: FakeCore, re
     assert core.loaded == ["b@2", "c@3"]
 
 
+async def test_pinned_adapters_that_no_request_can_name_leave_first(core: FakeCore, registry: AdapterRegistry) -> None:
+    await registry.load("b", "b", is_pinned=True)
+    registry.unload("b")
+    await registry.load("c", "c", is_pinned=True)
+    assert core.loaded == ["a@1", "c@3"]
+    core.digests["c"] = "5"
+    await registry.load("c", "c", in_place=True)
+    assert core.loaded == ["c@3", "c@5"]
+    await registry.load("d", "d")
+    assert core.loaded == ["c@5", "d@4"]
+
+
 async def test_an_unloaded_adapter_is_refused_and_kept_for_its_live_request(
     core: FakeCore, registry: AdapterRegistry
 ) -> None:

@@ -8,6 +8,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.engine import Engine
 from quire.runtime.engine.planned_engine import plan_engine
+from quire.runtime.model import BUNDLED_MODEL
 
 MIB = 1 << 20
 FROM_FILES = {
@@ -47,6 +48,11 @@ def test_a_cache_without_a_size_takes_its_share_of_the_rest() -> None:
     assert large.config.kv_cache_memory is not None
     assert large.config.kv_cache_memory - small.config.kv_cache_memory == pytest.approx(20 * MIB, abs=MIB / 4)
     assert small.total_bytes <= 160 * MIB
+
+
+def test_the_pages_of_a_draft_model_are_a_part_of_the_cache() -> None:
+    config = EngineConfig(draft_model=str(BUNDLED_MODEL), num_speculative_tokens=4, kv_cache_memory=64 * MIB, threads=1)
+    assert plan_engine(config, 512 * MIB).kv_bytes == 64 * MIB
 
 
 def test_an_engine_that_does_not_fit_is_refused() -> None:

@@ -167,6 +167,11 @@ def test_logits_of_adapters_and_models_in_gguf_files_are_those_of_peft(load, tmp
     assert np.abs(logits(runner, family) - golden(family)["merged"]).max() < 2e-4
 
 
+def test_a_gguf_file_whose_alpha_is_0_has_no_scale(tmp_path):
+    files = open_adapter(as_gguf("llama", tmp_path / "adapter.gguf", {"adapter.lora.alpha": 0.0}))
+    assert {each.scale for each in files.matrices.values()} == {1.0}
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [

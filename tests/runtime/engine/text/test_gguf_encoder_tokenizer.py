@@ -87,6 +87,7 @@ def hard_texts() -> list[str]:
         " ",
         "the ﬁ　a\u0007b [PAD28]",
         "Ça Été [CLS] [MASK] ## x",
+        f"{'e' * 100} {'e' * 101}",
         *(hard_text(generator) for _ in range(TEXTS)),
     ]
 

@@ -145,7 +145,7 @@ BERT_KEYS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def random_bert(path: Path, kind: str, **metadata: Any) -> Path:
+def random_bert(path: Path, kind: str, labels: int = 0, **metadata: Any) -> Path:
     """Write a BERT of one layer; in F32, its matrices have the numbers of its blocks of Q8_0."""
     generator = np.random.default_rng(5)
     tensors = {}
@@ -163,6 +163,8 @@ def random_bert(path: Path, kind: str, **metadata: Any) -> Path:
             tensors[f"{name}.weight"] = encode(values if blocks is None else from_q8_0(blocks, shape), "F32")
         if name.startswith("blk") or name.endswith("norm"):
             tensors[f"{name}.bias"] = encode(generator.normal(0, 0.3, shape[:1]).astype(np.float32), "F32")
+    if labels:
+        tensors["cls.output.weight"] = encode(generator.normal(0, 0.3, (labels, 64)).astype(np.float32), "F32")
     return write(path, BERT_KEYS | metadata, tensors)
 
 
@@ -182,6 +184,21 @@ def test_blocks_of_a_bert_keep_their_type_and_widen_exactly(tmp_path: Path) -> N
     assert {body.words.dtype, body.layers[0].qkv.dtype, body.layers[0].down.dtype} == {"q8"}
 
 
+@pytest.mark.parametrize("count", [10, 11])
+def test_more_than_ten_labels_have_numbers_because_the_converter_changes_their_order(
+    count: int, tmp_path: Path
+) -> None:
+    names = list("abcdefghijk"[:count])
+    path = random_bert(
+        tmp_path / "a.gguf",
+        "F32",
+        count,
+        **{"bert.pooling_type": RANK, "bert.classifier.output_labels": names},
+    )
+    labels = read_encoder(path).labels
+    assert labels == (tuple(names) if count == 10 else tuple(f"LABEL_{index}" for index in range(count)))
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -190,6 +207,7 @@ def test_blocks_of_a_bert_keep_their_type_and_widen_exactly(tmp_path: Path) -> N
         ({"bert.attention.causal": True}, "bert.attention.causal is True; it must be absent or False"),
         ({"bert.attention.head_count": 3}, "bert.embedding_length is 64; it must be a multiple of"),
         ({"bert.block_count": 0}, "bert.block_count is 0"),
+        ({"bert.rope.scaling.type": "yarn"}, "bert.rope.scaling.type is 'yarn'; it must be absent or none"),
         ({"general.quantization_version": 1}, "general.quantization_version is 1"),
         ({"general.architecture": "jina-bert-v2"}, "general.architecture is 'jina-bert-v2'; it must be one of"),
     ],

@@ -184,6 +184,39 @@ def test_entries_of_the_same_text_are_found_in_the_prefix_cache(tmp_path: Path) 
         assert head.pager.prefix_hit_tokens == 32
 
 
+def test_a_sequence_that_waits_for_its_image_has_no_rows(tmp_path: Path) -> None:
+    wanted = golden("qwen3_5")
+    with loaded(with_head("qwen3_5", tmp_path / "model")) as (target, head):
+        reader = Reader(target, head, wanted.token_ids)
+        reader.table.append(40)
+        pages = reader.table.pages
+        sequence = ScheduledSequence(0, pages, 0, wanted.token_ids, 1, GREEDY, wanted.token_ids, 1, state=0)
+        waiting = ScheduledSequence(1, pages, 0, [5] * 7, 1, GREEDY, [5] * 7, 1, state=1)
+        computed = target.execute(StepPlan(0, (sequence,), 1, 0))
+        samples = (SampledToken(1, 0, is_deferred=True), *computed.sampled)
+        result = StepResult(0, samples, 0.0, deferred=frozenset({1}))
+        task = DraftTask({0: 4, 1: 4}, {0: b"", 1: b""}, 1 << 20, ())
+        assert head.propose(StepPlan(0, (waiting, sequence), 2, 0), task, result).drafting.tokens == {
+            0: tuple(wanted.drafts)
+        }
+
+
+def test_a_sequence_whose_draft_cannot_be_sampled_loses_its_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = golden("qwen3_5").token_ids
+    with loaded(with_head("qwen3_5", tmp_path / "model")) as (target, head):
+        execute = head.runner.execute
+
+        def fail(plan: StepPlan) -> StepResult:
+            samples = tuple(sample._replace(error="NaN") for sample in execute(plan).sampled)
+            return StepResult(plan.step_id, samples, 0.0)
+
+        monkeypatch.setattr(head.runner, "execute", fail)
+        assert Reader(target, head, token_ids).step(40, samples=1, limit=4) == ()
+        assert not head._sequences
+
+
 def test_a_head_without_free_pages_takes_those_of_other_sequences(tmp_path: Path) -> None:
     token_ids = golden("qwen3_5").token_ids
     with loaded(with_head("qwen3_5", tmp_path / "model")) as (target, head):

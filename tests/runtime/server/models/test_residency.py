@@ -30,6 +30,8 @@ class FakeEngine:
         self.info = msgspec.structs.replace(BYTES_INFO, fingerprint=name)
         self.live: list[str] = []
         self.num_accepted = 0
+        self.deadline_ms: int | None = None  # deadline of the last request
+        self.may_answer = asyncio.Event()  # a slow request waits for it
         self.is_draining = self.is_closed = False
         self._changed = asyncio.Event()
 
@@ -41,6 +43,10 @@ class FakeEngine:
         self.num_accepted += 1
         if request.prompt == "hold":
             self.live.append("hold")
+        if request.prompt == "slow":
+            await self.may_answer.wait()
+            assert not self.is_draining, "a request was cut while it was submitted"
+        self.deadline_ms = request.deadline_ms
         return self.name
 
     def end(self) -> None:
@@ -189,6 +195,17 @@ async def test_a_busy_model_makes_room_once_its_streams_have_ended() -> None:
         assert system.loads == ["a", "b", "a"]
 
 
+async def test_a_model_stays_while_it_answers_the_request_that_loaded_it() -> None:
+    async with models({"a": 2, "b": 2}, 2) as system:
+        first = asyncio.create_task(system.facades["a"].submit(GenerateRequest(prompt="slow")))
+        await system.until("a", "ready")
+        second = asyncio.create_task(system.facades["b"].submit(REQUEST))
+        await asyncio.sleep(0.02)
+        assert system.states() == ["ready", "waiting"]
+        system.engines["a"].may_answer.set()
+        assert await asyncio.gather(first, second) == ["a", "b"]
+
+
 async def test_a_pinned_model_stays() -> None:
     async with models({"a": 2, "b": 2, "c": 2}, 4, a={"is_pinned": True, "idle_timeout_s": 0}) as system:
         for name in ("a", "b", "c", "b", "c"):
@@ -224,6 +241,52 @@ async def test_a_model_is_unloaded_when_it_was_idle_for_its_time() -> None:
         assert await system.facades["a"].submit(REQUEST) == "a"
 
 
+async def test_the_time_of_an_idle_model_begins_at_the_end_of_its_last_stream() -> None:
+    async with models({"a": 1}, a={"idle_timeout_s": 1000.0}) as system:
+        await system.facades["a"].submit(GenerateRequest(prompt="hold"))
+        system.residents["a"].busy_at = system.facades["a"].used_at = -5000.0
+        async with asyncio.timeout(30):
+            while system.residents["a"].last_used < 0:
+                await asyncio.sleep(0.001)
+        system.engines["a"].end()
+        await asyncio.sleep(0.02)
+        assert system.states() == ["ready"]
+
+
+async def test_a_model_of_an_operator_is_not_loaded_by_requests_once_it_was_unloaded() -> None:
+    async with models({"a": 1, "b": 1}, 1, a={"policy": "operator"}) as system:
+        system.residency.load("a")
+        assert await system.facades["a"].submit(REQUEST) == "a"
+        assert await system.facades["b"].submit(REQUEST) == "b"
+        with pytest.raises(Unavailable, match="an operator of this server loads it"):
+            await system.facades["a"].submit(REQUEST)
+
+
+async def test_an_operator_takes_back_a_load_that_has_no_room_yet() -> None:
+    async with models({"a": 1, "b": 1}, 1) as system:
+        await system.facades["a"].submit(GenerateRequest(prompt="hold"))
+        system.residents["a"].num_pending += 1  # a request in submission prevents the drain
+        system.residency.load("b")
+        await system.until("b", "waiting")
+        system.residency.unload("b")
+        await system.until("b", "unloaded")
+        system.residents["a"].num_pending -= 1
+        system.engines["a"].end()
+        await asyncio.sleep(0.02)
+        assert (system.states(), system.loads) == (["ready", "unloaded"], ["a"])
+
+
+async def test_requests_that_wait_when_the_server_closes_are_refused() -> None:
+    async with models({"a": 1}) as system:
+        system.may_load.clear()
+        waiting = asyncio.create_task(system.facades["a"].submit(REQUEST))
+        await system.until("a", "loading")
+        await system.residency.close()
+        async with asyncio.timeout(30):
+            with pytest.raises(Unavailable, match="the server is shutting down"):
+                await waiting
+
+
 async def test_a_request_is_refused_with_the_time_after_which_its_model_is_expected() -> None:
     async with models({"a": 300_000_000 * 98}, max_wait_s=60.0) as system:
         with pytest.raises(Overloaded, match=r"expected in 100\.0 s, and requests wait for 60 s at most") as caught:
@@ -256,6 +319,26 @@ async def test_the_estimate_counts_the_models_ahead() -> None:
         assert 10 < system.residency.ready_in_s(system.residents["b"]) <= 11
         system.may_load.set()
         await asyncio.gather(*waiting)
+
+
+async def test_the_estimate_counts_the_drain_of_a_busy_model() -> None:
+    async with models({"a": 2, "b": 2}, 2) as system:
+        await system.facades["a"].submit(GenerateRequest(prompt="hold"))
+        system.residents["b"].load_s, system.residency._drain_s = 1.0, 7.0
+        assert system.residency.ready_in_s(system.residents["b"]) == 8.0
+        system.engines["a"].end()
+        assert system.residency.ready_in_s(system.residents["b"]) == 1.0
+
+
+async def test_the_time_that_a_request_waited_counts_against_its_deadline() -> None:
+    async with models({"a": 1}) as system:
+        system.may_load.clear()
+        waiting = asyncio.create_task(system.facades["a"].submit(GenerateRequest(prompt="x", deadline_ms=60_000)))
+        await system.until("a", "loading")
+        await asyncio.sleep(0.05)
+        system.may_load.set()
+        assert await waiting == "a"
+        assert (system.engines["a"].deadline_ms or 0) <= 59_960
 
 
 async def test_a_deadline_ends_the_wait() -> None:

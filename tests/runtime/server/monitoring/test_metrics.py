@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, QuireError, Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
+from quire.runtime.engine.stats import counters_of
 from quire.runtime.server.monitoring.collector import ClientLoad
 from quire.runtime.server.monitoring.instruments import MAX_TENANTS
 from quire.runtime.server.monitoring.metrics import PrometheusObserver, error_codes
@@ -184,6 +185,15 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_connections"] == 6
     assert samples['quire_client_memory_bytes{purpose="kept_output"}'] == 700
     assert samples['quire_client_memory_bytes{purpose="unsent_output"}'] == 80
+
+
+def test_no_counter_falls_when_the_engine_that_counted_is_unloaded(observer: PrometheusObserver) -> None:
+    def counters() -> dict[str, float]:
+        return {name: value for name, value in exposed(observer).items() if name.partition("{")[0].endswith("_total")}
+
+    before = counters()
+    observer.watch(lambda: counters_of(STATS))
+    assert counters() == before
 
 
 def test_hosts_have_series_of_their_own_and_one_that_is_down_those_of_this_server() -> None:
