@@ -126,12 +126,14 @@ class ModelsFile:
     def _adapters(self) -> dict[str, str]:
         """Return the model of each adapter by the adapter's name. Raises ConfigError for a name that is taken."""
         found: dict[str, str] = {}
+        option = options_of(EngineConfig)["lora"]
         for name, table in self.tables.items():
-            lora = table.get("lora", {})
-            for adapter in lora if isinstance(lora, dict) else ():
+            where = self.where(MODEL_TABLES, name, "lora")
+            lora: Any = option.convert(table.get("lora", {}), where)
+            for adapter in lora:
                 if adapter in found or adapter in self.tables:
                     raise ConfigError(
-                        f"{self.where(MODEL_TABLES, name, 'lora')} has {adapter!r}, which is the name of "
+                        f"{where} has {adapter!r}, which is the name of "
                         f"{'an adapter of ' + repr(found[adapter]) if adapter in found else 'a model'}"
                     )
                 found[adapter] = name
@@ -158,12 +160,12 @@ def _lines_of_keys(text: str) -> dict[tuple[str, ...], int]:
 
 def _path(key: str) -> tuple[str, ...]:
     """Return the parts of a dotted key."""
+    path = []
     try:
         found: Any = tomllib.loads(f"{key} = 0")
-    except ValueError:
+        while isinstance(found, dict):
+            ((name, found),) = found.items()
+            path.append(name)
+    except (ValueError, RecursionError):  # a line of a longer text, which only looks like a key
         return (key.strip(),)
-    path = []
-    while isinstance(found, dict):
-        ((name, found),) = found.items()
-        path.append(name)
     return tuple(path)

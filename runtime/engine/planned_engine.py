@@ -39,10 +39,16 @@ def plan_engine(config: EngineConfig, memory_bytes: int) -> PlannedEngine:
     else:
         capacity = decide_capacity(config, read_spec(path))
         if config.kv_cache_memory is None:
-            left_bytes = memory_bytes - (capacity.memory.total_bytes - _kv_bytes(capacity))
-            kv_bytes = min(_kv_bytes(capacity), int(max(0, left_bytes) * config.kv_cache_share))
+            model_bytes = capacity.memory.total_bytes - _kv_bytes(capacity)
+            kv_bytes = min(_kv_bytes(capacity), int(max(0, memory_bytes - model_bytes) * config.kv_cache_share))
             config = msgspec.structs.replace(config, kv_cache_memory=max(1, kv_bytes))
-            capacity = decide_capacity(config, read_spec(path))
+            try:
+                capacity = decide_capacity(config, read_spec(path))
+            except ConfigError:
+                raise ConfigError(
+                    f"the model takes {model_bytes:,} bytes and leaves no page of a KV cache; models_memory is "
+                    f"{memory_bytes}"
+                ) from None
         template, problem = load_template(path, config.chat_template)
         info = _describe(config, capacity, has_template=template is not None, chat_problem=problem)
         planned = PlannedEngine(config, info, capacity.memory.total_bytes, _kv_bytes(capacity))

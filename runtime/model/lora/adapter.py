@@ -51,9 +51,13 @@ _MODULE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.(?P<kind>lora_[AB
 
 def open_adapter(path: str | Path) -> AdapterFiles:
     """Read an adapter. Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint or WrongTensor with the key."""
-    folder = Path(path)
-    if folder.suffix == SUFFIX:
-        return read_gguf_adapter(folder)
+    try:
+        return read_gguf_adapter(Path(path)) if Path(path).suffix == SUFFIX else _read_folder(Path(path))
+    except OSError as error:  # a folder without permission to enter it, a name that is too long
+        raise CorruptCheckpoint(f"{path!s:.200} cannot be read: {error.strerror or error}") from error
+
+
+def _read_folder(folder: Path) -> AdapterFiles:
     config = _read_config(folder)
     if not (folder / ADAPTER_TENSORS).is_file():
         raise ModelNotFound(f"{folder} has no {ADAPTER_TENSORS}; other formats of adapters, such as .bin, are not read")

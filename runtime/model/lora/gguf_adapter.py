@@ -23,6 +23,8 @@ PAIR = (".lora_a", ".lora_b")
 
 def read_gguf_adapter(path: Path) -> AdapterFiles:
     """Read an adapter. Raises as `open_adapter`."""
+    if path.exists() and not path.is_file():
+        raise CorruptCheckpoint(f"{path} is not a file")  # opening a pipe would wait for its writer
     file = GGUFFile(path)
     metadata = file.metadata
     for key, value in (("general.type", "adapter"), ("adapter.type", "lora")):

@@ -105,6 +105,7 @@ def test_other_commands_refuse_tables_of_models(tmp_path: Path) -> None:
             r"'lora' of \[models.b\] in .*, line 4 has 'x', which is the name of an adapter of 'a'",
         ),
         ("[models.a]\nlora = {b = 'p'}\n[models.b]", r"line 2 has 'b', which is the name of a model"),
+        ("[models.a]\nlora = 'x=p'\n[models.b]\nlora = 'x=q'", r"has 'x', which is the name of an adapter of 'a'"),
         ("model = '/m'\n[models.a]", r"model cannot be given beside tables of models; write it into the table"),
         ("lora = {x = 'p'}\n[models.a]", r"lora cannot be given beside tables of models"),
         ("in_process = true\n[models.a]", r"in_process cannot be given with tables of models"),
@@ -114,6 +115,17 @@ def test_other_commands_refuse_tables_of_models(tmp_path: Path) -> None:
 def test_errors_name_the_key_its_line_and_what_is_allowed(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize("line", ["[a = {b = 1, c = 2} #]", "[a = {} #]"])
+def test_a_line_of_a_text_may_look_like_a_table(tmp_path: Path, line: str) -> None:
+    (model,) = read(tmp_path, f'[models.a]\nsystem_prompt = """\n{line}\n"""').models
+    assert model.engine.system_prompt == f"{line}\n"
+
+
+def test_an_alias_may_stand_for_an_adapter_whose_path_is_given_as_text(tmp_path: Path) -> None:
+    text = "[models.a]\nlora = 'sql=/adapters/sql'\n[aliases]\ntext2sql = 'sql'"
+    assert read(tmp_path, text).aliases == {"text2sql": "sql"}
 
 
 def test_a_model_on_the_command_line_excludes_tables(tmp_path: Path) -> None:

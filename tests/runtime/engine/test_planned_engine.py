@@ -58,3 +58,5 @@ def test_the_pages_of_a_draft_model_are_a_part_of_the_cache() -> None:
 def test_an_engine_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the model takes 9.* bytes; models_memory is 1000000"):
         plan_engine(EngineConfig(kv_cache_memory=16 * MIB, threads=1), 1_000_000)
+    with pytest.raises(ConfigError, match=r"takes .* leaves no page of a KV cache; models_memory is 1000000"):
+        plan_engine(EngineConfig(threads=1), 1_000_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from quire import LLM, ConfigError, InvalidRequest, ModelError, SamplingParams
 from quire.kernels import supported_levels
 from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import CorruptCheckpoint
 from quire.runtime.model import read_spec
 from quire.runtime.model.lora import open_adapter
 from quire.runtime.model.runner import ModelRunner, load_model
@@ -308,6 +310,13 @@ def test_files_that_are_missing_or_broken_are_named(load, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(ModelError, match="is not a whole safetensors file"):
         load("llama", lora={"a": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}.gguf", "pipe.gguf"])
+def test_paths_that_cannot_be_read_are_refused_without_waiting(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(CorruptCheckpoint, match=r"cannot be read: File name too long|is not a file"):
+        open_adapter(tmp_path / name)
 
 
 def test_ranks_and_memory_have_limits(load):
