@@ -206,7 +206,8 @@ class Residency:
         if resident.state == "failed" and now < resident.retry_at:
             resident.num_refusals += 1
             raise _unavailable(f"the model {resident.name!r} cannot be loaded: {resident.problem}", resident, now)
-        if resident.policy == "operator" and not resident.is_asked_for and resident.state in ("unloaded", "failed"):
+        is_leaving = resident.state in ("unloaded", "draining", "failed")
+        if resident.policy == "operator" and not resident.is_asked_for and is_leaving:
             resident.num_refusals += 1
             raise Unavailable(f"the model {resident.name!r} is not loaded; an operator of this server loads it")
         seconds = self.ready_in_s(resident)

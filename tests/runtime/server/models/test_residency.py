@@ -225,6 +225,8 @@ async def test_an_operator_unloads_a_model_once_its_streams_have_ended() -> None
         await system.facades["a"].submit(GenerateRequest(prompt="hold"))
         system.residency.unload("a")
         await system.until("a", "draining")
+        with pytest.raises(Unavailable, match="'a' is not loaded; an operator of this server loads it"):
+            await system.facades["a"].submit(REQUEST)
         system.engines["a"].end()
         await system.until("a", "unloaded")
         assert system.engines["a"].is_closed
