@@ -22,7 +22,7 @@ MAY_BE_ZERO = ("num_speculative_tokens", "draft_cost", "draft_reads_steps", "who
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a scheduler. Raises ValueError if a limit is below 1."""
+    """Limits of a scheduler. Raises ValueError if a limit is below 1, or below 0 for a field in `MAY_BE_ZERO`."""
 
     max_num_seqs: int  # sequences that run at once
     max_num_samples: int | None = None  # rows of a step that sample; None: max_num_seqs
@@ -31,7 +31,7 @@ class SchedulerConfig:
     draft_reads_steps: bool = False  # the draft model is a head of the model, and reads the rows of its steps
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
-    max_kv_pages_per_tenant: int | None = None  # longest running requests and pins; None: no limit
+    max_kv_pages_per_tenant: int | None = None  # pages of pins and of running requests at their longest
     whole_images: bool = False  # an image's tokens attend to each other, so one step computes all of them
 
     def __post_init__(self) -> None:

@@ -128,7 +128,7 @@ class Abilities:
         return self.shows_calls("") or self.shows_calls(None)
 
     def shows_calls(self, content: str | None) -> bool:
-        """Return whether calls and `content` are both shown: a text, an empty text or None."""
+        """Return whether the template shows both the calls and `content`, which is a text, empty or None."""
         kind = FOUR if content else content
         if kind not in self._shown_calls:
             self._shown_calls[kind] = self._finds_calls(kind)

@@ -40,9 +40,9 @@ class RequestReader:
     async def fields(
         self, cycle: RequestCycle, known: Set[str], task: Task = "text", *, loads: bool = True
     ) -> tuple[Fields, ModelName]:
-        """Return the body's fields, and its model, once the model is loaded if the request `loads` it.
+        """Return the fields and the model of a body. With `loads`, wait until the model is loaded.
 
-        Raises BadRequest, the refusal of a long body, or of a model that is not loaded in time.
+        Raises BadRequest, the refusal of a long body, or the refusal of a model that is not loaded in time.
         """
         tenant = cycle.tenant
         body = cycle.body
