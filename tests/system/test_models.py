@@ -100,6 +100,19 @@ async def test_each_http_api_finds_the_model_of_a_body(path: str, body: dict[str
         assert all(repr(name) in unknown.content.decode() for name in NAMES)
 
 
+async def test_a_model_that_cannot_do_a_task_is_refused_by_name() -> None:
+    async with models() as system:
+        for path, body, name, problem in (
+            ("/v1/completions", {"prompt": "a"}, "vectors", "'vectors' makes vectors only, and generates no text"),
+            ("/v1/chat/completions", CHAT, "vectors", "'vectors' makes vectors only, and generates no text"),
+            ("/v1/embeddings", {"input": "a"}, "gpt-4o-mini", "'gpt-4o-mini' generates text only"),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}, "big", "'big' generates text only"),
+        ):
+            reply = await system.ask("POST", path, {**body, "model": name})
+            assert (reply.status, problem in reply.content.decode()) == (400, True)
+        assert (system.big.requests, system.small.requests) == ([], [])
+
+
 async def test_a_body_without_a_model_gets_the_first_one_that_can_do_it() -> None:
     async with models() as system:
         reply = await system.ask("POST", "/v1/chat/completions", CHAT)
