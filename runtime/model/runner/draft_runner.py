@@ -38,13 +38,7 @@ def load_draft(
     assert capacity is not None, "the capacity follows from the same configuration"
     model = pack_model(model_path(alone.model), alone.weights, stop)
     runner = ModelRunner(alone, model, capacity, populate=populate, pool=target.pool)
-    pager = Pager(
-        capacity.layout.page_size,
-        capacity.num_pages,
-        windows=capacity.layout.group_windows,
-        copy_page=runner.arena.copy_page,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+    pager = runner.open_pager(enable_prefix_caching=config.enable_prefix_caching)
     cost = capacity.memory.weights_bytes / target.capacity.memory.weights_bytes
     return DraftRunner(runner, pager, target.spec.vocab_size, cost)
 

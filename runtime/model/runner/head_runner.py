@@ -45,13 +45,7 @@ def load_head(
     alone = draft_config(config)
     head = pack_head(target.model, alone.weights, stop)
     runner = ModelRunner(alone, head, capacity, populate=populate, pool=target.pool)
-    pager = Pager(
-        capacity.layout.page_size,
-        capacity.num_pages,
-        windows=capacity.layout.group_windows,
-        copy_page=runner.arena.copy_page,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+    pager = runner.open_pager(enable_prefix_caching=config.enable_prefix_caching)
     step_bytes = capacity.memory.weights_bytes + head.weights.lm_head.nbytes
     return HeadRunner(runner, pager, target, step_bytes / target.capacity.memory.weights_bytes)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ....kernels import Pool, Program, Sampler
 from ....kernels.lora import LoraTable
 from ....kernels.ops import Attention, Linear, Op, padded
-from ....pager import KVArena, OutOfMemory, images_between
+from ....pager import KVArena, OutOfMemory, Pager, images_between
 from ....scheduler.plan import PlacedImage, SampledToken, ScheduledSequence, StepPlan, StepResult
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
@@ -217,6 +217,17 @@ class ModelRunner:
         measured = time_functions(self._program, self.ops, dtype, self._trials(), [*levels], effort)
         self._program.choose(self.tuned)
         return measured
+
+    def open_pager(self, *, enable_prefix_caching: bool) -> Pager:
+        """Return a pager of the runner's pages, without states and without a file to spill to."""
+        layout = self.capacity.layout
+        return Pager(
+            layout.page_size,
+            self.capacity.num_pages,
+            windows=layout.group_windows,
+            copy_page=self.arena.copy_page,
+            enable_prefix_caching=enable_prefix_caching,
+        )
 
     def close(self) -> None:
         """Release weights, KV memory and threads now, not at the next garbage collection. Idempotent."""

@@ -39,16 +39,6 @@ def load(hybrid_folder: Callable[[str], Path]) -> Iterator[Load]:
         runner.close()
 
 
-def pager_of(runner: ModelRunner, *, prefix_caching: bool = False) -> Pager:
-    return Pager(
-        runner.capacity.layout.page_size,
-        runner.capacity.num_pages,
-        windows=runner.capacity.layout.group_windows,
-        copy_page=runner.arena.copy_page,
-        enable_prefix_caching=prefix_caching,
-    )
-
-
 def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int) -> list[bytes]:
     """Return the logits at the end of the prompt and after each later token; the pager commits after each step."""
     logits = []
@@ -78,7 +68,7 @@ def logits_of_kept_pages(runner: ModelRunner, chunk: int) -> list[bytes]:
 @pytest.mark.parametrize(("kv_dtype", "page_size"), [("bf16", 32), ("int8", 16), ("f32", 64)])
 def test_releasing_pages_changes_no_bit(load: Load, layers: str, kv_dtype: str, page_size: int) -> None:
     runner = load(layers, kv_cache_dtype=kv_dtype, page_size=page_size)
-    pager = pager_of(runner)
+    pager = runner.open_pager(enable_prefix_caching=False)
     want = logits_of_kept_pages(runner, 160)
     for chunk in (160, 37, 1):
         runner.arena.memory[:] = 0xFF  # pages that were not written are NaN
@@ -91,7 +81,7 @@ def test_releasing_pages_changes_no_bit(load: Load, layers: str, kv_dtype: str, 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_cached_prefix_changes_no_bit(load: Load, layers: str) -> None:
     runner = load(layers)
-    pager = pager_of(runner, prefix_caching=True)
+    pager = runner.open_pager(enable_prefix_caching=True)
     first = pager.open(TOKENS)
     cached = first.num_tokens
     assert cached == 0
@@ -108,7 +98,7 @@ def test_a_sliding_model_serves_sequences_longer_than_its_pool(load: Load) -> No
     pages = roomy.capacity.layout.pages_for(LENGTH)
     small = load("ssss", pages * page_bytes)
     assert small.capacity.num_pages * small.capacity.layout.page_size < LENGTH < small.capacity.max_model_len == 4096
-    pager = pager_of(small)
+    pager = small.open_pager(enable_prefix_caching=False)
     assert last_logits(small, pager, pager.open(()), 1) == logits_of_kept_pages(roomy, 160)
     smaller = load("ssss", (pages - 1) * page_bytes)
     assert smaller.capacity.max_model_len == (pages - 1) * small.capacity.layout.page_size
